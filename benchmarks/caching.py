@@ -80,9 +80,9 @@ def models(quick: bool) -> dict[str, ModelConfig]:
     return {name: parse_config(ModelConfig, {**shape, "mixer": mixer}, name) for name, mixer in mixers(segment).items()}
 
 
-def run_of(model: ModelConfig, tokens: int, order: WindowOrder = "chunks") -> Any:
+def run_of(model: ModelConfig, tokens: int, order: WindowOrder = "chunks", compiled: bool = False) -> Any:
     """A function that runs one sequence forward and backward."""
-    return model_run(model, tokens // model.chunk_size, 1, order, recompute=tokens > STORED)
+    return model_run(model, tokens // model.chunk_size, 1, order, tokens > STORED, compiled)
 
 
 def base_of(name: str) -> str | None:

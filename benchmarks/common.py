@@ -18,6 +18,7 @@ from megamem.config.load import parse_config, read_yaml
 from megamem.config.model import ModelConfig
 from megamem.config.training import Recompute, WindowOrder
 from megamem.data.batch import Batch
+from megamem.model.compiled import compile_pointwise
 from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
@@ -57,12 +58,22 @@ def random_batch(
 
 
 def model_run(
-    model: ModelConfig, chunks: int, rows: int = 1, order: WindowOrder = "chunks", recompute: Recompute = False
+    model: ModelConfig,
+    chunks: int,
+    rows: int = 1,
+    order: WindowOrder = "chunks",
+    recompute: Recompute = False,
+    compiled: bool = False,
 ) -> Callable[[], float]:
-    """Return a function that takes random sequences of so many chunks through a new model, see `window_run`."""
+    """Return a function that takes random sequences of so many chunks through a new model, see `window_run`.
+
+    compiled: as with `training.compile`.
+    """
     stage = build_stage(model, PlainLinears())
     stage.recompute = recompute
     initialize_parameters(stage, seed=0)
+    if compiled:
+        compile_pointwise(stage)
     return window_run(stage, random_batch(model, chunks, rows), order)
 
 

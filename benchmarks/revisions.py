@@ -1,13 +1,15 @@
 """This checkout beside an older revision of it: time and memory of models of one shape, model by model.
 
     python -m benchmarks.revisions REVISION [--turns N] [--models NAME ...] [--tokens N] [--chunk-size N] [--by-layer]
+        [--compile]
 
 The models are those of `benchmarks.caching`, and one of each other family that both revisions have. The older
 revision is checked out beside this one for the time being (`git worktree`). For each model both run in
 processes of their own, by their own code, and take turns: forward and backward of one sequence in one window, FP32, one
 thread. Ratios are of the same turn, in processor time, which other processes do not lengthen. Memory is what a process
 has resident at most, above what it had before it built the model. With `--by-layer` this checkout reads its windows
-layer by layer (`training.window_order: layers`); the older one always reads chunk by chunk.
+layer by layer (`training.window_order: layers`), with `--compile` it compiles what lies between products
+(`training.compile`); the older one does neither.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ torch.set_num_threads(1)
 most = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 model, tokens = parse_config(ModelConfig, json.loads(sys.argv[1]), "model"), int(sys.argv[2])
 before = most()
-run = run_of(model, tokens, *sys.argv[3:])
+run = run_of(model, tokens, *sys.argv[3:4], *(True for _ in sys.argv[4:]))
 run()
 for _ in sys.stdin:
     begin = time.process_time()
@@ -65,11 +67,11 @@ for _ in sys.stdin:
 class Side:
     """A process that measures one model with the code of one folder."""
 
-    def __init__(self, folder: Path, model: dict[str, Any], tokens: int, *order: str) -> None:
-        """Start it; it warms up by itself. tokens: of a sequence; order: of its window, if other than by chunk."""
+    def __init__(self, folder: Path, model: dict[str, Any], tokens: int, *way: str) -> None:
+        """Start it; it warms up by itself. tokens: of a sequence; way: the window's order, and a word to compile."""
         environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", SIDE, json.dumps(model), str(tokens), *order],
+            [sys.executable, "-c", SIDE, json.dumps(model), str(tokens), *way],
             cwd=folder, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
@@ -106,12 +108,14 @@ def checked_out(revision: str) -> Iterator[Path]:
             subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
 
 
-def compare(old: Path, mixer: str, tokens: int, chunk_size: int, turns: int, by_layer: bool = False) -> dict[str, Any]:
+def compare(
+    old: Path, mixer: str, tokens: int, chunk_size: int, turns: int, by_layer: bool = False, compiled: bool = False
+) -> dict[str, Any]:
     """Return the time of the old code over the new one's, and what both take."""
     model = {**SHAPE, "chunk_size": chunk_size, "mixer": MIXERS[mixer]}
-    order = ["layers"] if by_layer else []
+    way = ["layers" if by_layer else "chunks", *(["compiled"] if compiled else [])]
     with ExitStack() as stack:
-        made = {"old": Side(old, model, tokens), "new": Side(ROOT, model, tokens, *order)}
+        made = {"old": Side(old, model, tokens), "new": Side(ROOT, model, tokens, *way)}
         sides = {name: stack.enter_context(side) for name, side in made.items()}
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for turn in range(turns):
@@ -135,13 +139,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--chunk-size", type=int, default=512)
     parser.add_argument("--by-layer", action="store_true", help="this checkout reads windows layer by layer")
+    parser.add_argument("--compile", action="store_true", help="this checkout compiles what lies between products")
     parser.add_argument("--output", type=Path, default=OUTPUT / "revisions.json")
     options = parser.parse_args(arguments)
     found: dict[str, dict[str, Any]] = {}
     with checked_out(options.revision) as old:
         for name in options.models:
             sizes = (options.tokens, options.chunk_size, options.turns)
-            found[name] = compare(old, name, *sizes, options.by_layer)
+            found[name] = compare(old, name, *sizes, options.by_layer, options.compile)
             print(f"{name}: {found[name]['times_faster']['median']:.2f} times as fast", flush=True)
     rows = []
     for name, each in found.items():
@@ -151,9 +156,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.append([name, *speeds, times, *(f"{mib[side]:,.0f}" for side in ("old", "new"))])
     heads = ["model", "tokens/s, old", "new", "times as fast (quartiles)", "MiB at most, old", "new"]
     print(f"\n{options.tokens:,} tokens in chunks of {options.chunk_size:,}, {options.turns} turns")
-    print(f"old: {options.revision}, new: this checkout{', windows layer by layer' if options.by_layer else ''}\n")
+    ways = [*(["windows layer by layer"] if options.by_layer else []), *(["compiled"] if options.compile else [])]
+    print(f"old: {options.revision}, new: {', '.join(['this checkout', *ways])}\n")
     print(table(heads, rows))
-    how = {"tokens": options.tokens, "chunk_size": options.chunk_size, "by_layer": options.by_layer}
+    how = {
+        "tokens": options.tokens,
+        "chunk_size": options.chunk_size,
+        "by_layer": options.by_layer,
+        "compiled": options.compile,
+    }
     publish({"revision": options.revision, **how, "models": found}, options.output)
 
 
