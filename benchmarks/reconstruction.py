@@ -120,7 +120,8 @@ def table() -> list[Row]:
 def markdown(rows: list[Row]) -> str:
     """Return the table as it stands in docs/mechanisms/elastic_memory.md."""
     lines = [
-        "| signal | N | rule | paper | first token at 1 | at 0 | at 0, middles | expected at 1, one draw | at 0 |",
+        "| signal | N | rule | paper | first token at 1 | first token at 0 | first token at 0, read at the middles of "
+        "tokens | first token at 1: expectation ± deviation of one draw | first token at 0: expectation |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
