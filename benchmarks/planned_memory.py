@@ -12,16 +12,13 @@ The allocator is told to give memory back when it is freed, so that resident mea
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import socket
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import OUTPUT, publish, table
+from benchmarks.ranks import report, run_ranks
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.pipeline.balancing import place
@@ -31,7 +28,6 @@ from megamem.planning.step_time import Layout
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 STEPS = 2
-FOUND = "found: "
 CACHING = {"kind": "memory_caching", "segment": 256, "combine": "grm", "memory": {"kind": "titans"}}
 SELECTIVE = {"kind": "memory_caching", "segment": 256, "combine": "ssc", "top_k": 4, "memory": {"kind": "dla"}}
 
@@ -142,29 +138,13 @@ def run_rank(config: RunConfig) -> None:
     engine = build_engine(config, topology)
     for _ in range(STEPS):
         engine.step(mock_batches(config, topology), config.optimizer.lr)
-    print(FOUND + json.dumps({"rank": topology.rank, "stage": topology.pp_rank, "bytes": most_resident()}))
+    report({"rank": topology.rank, "stage": topology.pp_rank, "bytes": most_resident()})
 
 
 def measure(name: str, small: bool) -> list[dict[str, Any]]:
     """Measure every rank of a layout, each a new process."""
-    world = LAYOUTS[name].world
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    env = {**os.environ, **ALLOCATOR, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "-m", "benchmarks.planned_memory", "--rank", name, *(["--small"] if small else [])]
-    ranks = [
-        subprocess.Popen(
-            command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(world)
-    ]
-    outputs = [rank.communicate()[0] for rank in ranks]
-    if failed := [rank for rank, process in enumerate(ranks) if process.returncode]:
-        raise SystemExit(f"{name}: ranks {failed} failed")
-    lines = [line for output in outputs for line in output.splitlines() if line.startswith(FOUND)]
-    return [json.loads(line.removeprefix(FOUND)) for line in lines]
+    arguments = ["--rank", name, *(["--small"] if small else [])]
+    return run_ranks("benchmarks.planned_memory", arguments, LAYOUTS[name].world, ALLOCATOR)
 
 
 def compare(name: str) -> list[dict[str, Any]]:

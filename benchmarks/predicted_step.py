@@ -11,12 +11,8 @@ each other.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +20,13 @@ from typing import Any
 
 from benchmarks.common import OUTPUT, publish, table
 from benchmarks.predicted_time import average
+from benchmarks.ranks import report, run_ranks
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.planning.machines import ACHIEVED, Machine, machine
 from megamem.planning.plan import make_plan
 from megamem.planning.roofline import Rates
 
-FOUND = "found: "
 SHAPE = {"layers": 4, "hidden_size": 256, "heads": 4, "ffn_size": 704, "vocab_size": 1024, "chunk_size": 512}
 ELASTIC = {"kind": "elastic_memory", "order": 128}
 DELTA = {"kind": "delta_net", "decay": True}
@@ -109,11 +105,8 @@ def run_rank(case: Case, steps: int) -> None:
         engine.step(batches, config.optimizer.lr)
         dist.barrier()
         seconds.append(time.perf_counter() - begin)
-    dist.barrier()
     rates.append(device_rates(torch.device("cpu"), SIZES["cpu"]))
-    print(
-        FOUND + json.dumps({"rates": average(rates).model_dump(), "link": link, "latency": latency, "seconds": seconds})
-    )
+    report({"rates": average(rates).model_dump(), "link": link, "latency": latency, "seconds": seconds})
 
 
 def _all_reduce_seconds(count: int) -> float:
@@ -136,24 +129,7 @@ def _all_reduce_seconds(count: int) -> float:
 
 def measure(name: str, steps: int) -> list[dict[str, Any]]:
     """What every rank of a case found, each a new process."""
-    world = CASES[name].world
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    env = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "-m", "benchmarks.predicted_step", "--rank", name, "--steps", str(steps)]
-    ranks = [
-        subprocess.Popen(
-            command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(world)
-    ]
-    outputs = [rank.communicate()[0] for rank in ranks]
-    if failed := [rank for rank, process in enumerate(ranks) if process.returncode]:
-        raise SystemExit(f"{name}: ranks {failed} failed")
-    lines = [line for output in outputs for line in output.splitlines() if line.startswith(FOUND)]
-    return [json.loads(line.removeprefix(FOUND)) for line in lines]
+    return run_ranks("benchmarks.predicted_step", ["--rank", name, "--steps", str(steps)], CASES[name].world)
 
 
 def measured_machine(found: list[dict[str, Any]]) -> Machine:

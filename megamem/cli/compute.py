@@ -1,4 +1,4 @@
-"""The options --dtype, --device and --processes: numbers' types, and where a model is read with."""
+"""The options --dtype, --device and --processes: the type of numbers, and where a model is read with."""
 
 from __future__ import annotations
 
@@ -23,11 +23,6 @@ class Place:
     device: torch.device
     topology: Topology | None
     """Data-parallel ranks that share what is read, each with the whole model; None in a single process."""
-
-    @property
-    def is_rank_0(self) -> bool:
-        """Whether this is the process that writes and shows what all found."""
-        return self.topology is None or self.topology.rank == 0
 
 
 def compute_place(device: str | None, processes: int) -> Place:

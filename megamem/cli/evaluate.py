@@ -62,9 +62,10 @@ def evaluate(
         evaluate_suites(reader, suite.split(","), wanted, as_json)
         return
     from megamem.evaluation.tasks import run_tasks
+    from megamem.training.devices import is_rank_0
 
     results = run_tasks((tasks or "").split(","), lambda: reader.open(None).model, include_path, limit)
-    if results is not None and place.is_rank_0:
+    if results is not None and is_rank_0():
         write_json(results, indent=None if as_json else 2)
 
 
@@ -75,6 +76,7 @@ def _held_out(
     """Evaluate on held-out text, and print the table and its figures. out: a new folder for them, if any."""
     from megamem.evaluation.report import check_new, finite, result_table
     from megamem.hf.trained import open_trained
+    from megamem.training.devices import is_rank_0
     from megamem.training.held_out import evaluate_run
 
     if out is not None:
@@ -82,7 +84,7 @@ def _held_out(
     place = compute_place(device, processes)
     run = open_trained(model, overrides)
     result = evaluate_run(run, dtype, place.device, console, out)
-    if not place.is_rank_0:
+    if not is_rank_0():
         return
     figures = finite(result.figures())
     console.print(result_table(figures, title=run.title))

@@ -73,12 +73,13 @@ def evaluate_suites(reader: Reader, names: Sequence[str], wanted: Wanted, as_jso
     from megamem.evaluation.suites.registry import SUITES
     from megamem.evaluation.suites.result import write_suite
     from megamem.evaluation.suites.run import choose_suites
+    from megamem.training.devices import is_rank_0
 
-    shown = console if reader.place.is_rank_0 and not as_json else None
+    shown = console if is_rank_0() and not as_json else None
     for suite in choose_suites(names, SUITES):
         with Passes(shown) as passes:
             opened, result = _evaluate(reader, suite, wanted, passes.named(suite.name))
-        if result is None or not reader.place.is_rank_0:
+        if result is None or not is_rank_0():
             continue
         path = None if opened.run is None else write_suite(opened.run, result)
         if as_json:
