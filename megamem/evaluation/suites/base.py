@@ -88,7 +88,8 @@ def open_definition(file: Path, name: str, where: str) -> Task:
         file: task file of lm-eval, or one that includes it.
         name: of the task.
         where: what to put where if its data cannot be had, for the message.
-    Raises: DataError where the data cannot be had, DependencyError where the definition needs other packages.
+    Raises: DataError where the data cannot be had or name no answer, DependencyError where the definition needs other
+        packages.
     """
     from lm_eval.tasks import TaskManager
 
@@ -100,7 +101,23 @@ def open_definition(file: Path, name: str, where: str) -> Task:
         raise DataError(
             f"{name}: its data are neither in a folder nor to be had from the hub ({type(error).__name__}); {where}"
         ) from None
+    _check_answer(task, name, where)
     return task
+
+
+def _check_answer(task: Task, name: str, where: str) -> None:
+    """Raise DataError where the first document's right answer is none of its choices.
+
+    lm-eval would count every answer as wrong then: a data set without labels, or with a column of another name.
+    """
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return
+    document = next(iter(task.eval_docs))
+    choices = task.doc_to_choice(document)
+    found = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
+    for answer in found if isinstance(found, list) else [found]:
+        if answer not in (range(len(choices)) if isinstance(answer, int) else choices):
+            raise DataError(f"{name}: its data name no right answer: {answer!r} is none of {choices}; {where}")
 
 
 def local_task(definition: str, name: str, splits: Mapping[str, Sequence[Document]], **changes: object) -> Task:
