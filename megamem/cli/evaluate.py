@@ -61,10 +61,13 @@ def evaluate(
         wanted = Wanted(data, numbers(lengths), limit, tuple(only.split(",")) if only else ())
         evaluate_suites(reader, suite.split(","), wanted, as_json)
         return
+    from megamem.evaluation.run import Passes
     from megamem.evaluation.tasks import run_tasks
     from megamem.training.devices import is_rank_0
 
-    results = run_tasks((tasks or "").split(","), lambda: reader.open(None).model, include_path, limit)
+    names = (tasks or "").split(",")
+    with Passes(console if is_rank_0() and not as_json else None) as passes:
+        results = run_tasks(names, lambda: reader.open(None, passes.named("tasks")).model, include_path, limit)
     if results is not None and is_rank_0():
         write_json(results, indent=None if as_json else 2)
 

@@ -94,7 +94,9 @@ def _evaluate(reader: Reader, suite: Suite, wanted: Wanted, progress: Progress) 
     from megamem.evaluation.suites.run import open_suite
 
     opened = reader.open(UNBOUNDED if suite.whole else None, progress)
-    setting = Setting(opened.encode, opened.decode, wanted.data, wanted.lengths, wanted.limit, wanted.only)
+    setting = Setting(
+        opened.encode, opened.decode, wanted.data, wanted.lengths, wanted.limit, wanted.only, reader.max_length
+    )
     return opened, open_suite(suite, setting).run(opened.model, opened.title, opened.step)
 
 

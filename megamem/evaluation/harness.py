@@ -12,6 +12,7 @@ from typing import Any
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from megamem.errors import ConfigError
 from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.reading import Progress
 from megamem.evaluation.sampling import Sampling
@@ -91,12 +92,19 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continuations up to a stop string, the end of the document or the limit."""
+        """Continuations up to a stop string, the end of the document or the limit.
+
+        Raises: ConfigError where a window holds no more than what is written.
+        """
         settings = [request.args[1] for request in requests]
         stops = [_stop_strings(each) for each in settings]
         limits = [int(each.get("max_gen_toks", MAX_NEW_TOKENS)) for each in settings]
+        if max(limits, default=0) >= self.max_length:
+            raise ConfigError(
+                f"--max-length {self.max_length}: leaves no token for prompts, as a task writes up to {max(limits)}"
+            )
         prompts = [
-            self.tok_encode(request.args[0])[-max(self.max_length - limit, 1) :] or [self.prefix_token_id]
+            self.tok_encode(request.args[0])[-(self.max_length - limit) :] or [self.prefix_token_id]
             for request, limit in zip(requests, limits, strict=True)
         ]
 

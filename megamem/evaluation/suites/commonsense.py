@@ -1,7 +1,7 @@
 """Language modeling and common sense: zero-shot tasks as recurrent models' papers report them.
 
 Metrics are those of Table 1 in "Memory Caching: RNNs with Growing Memory", which follows "Gated Delta Networks" (Yang
-et al., 2024): `acc_norm` (by the bytes of a choice) for HellaSwag and ARC-challenge, `acc` for the others.
+et al., 2024): `acc_norm` (by the characters of a choice) for HellaSwag and ARC-challenge, `acc` for the others.
 """
 
 from __future__ import annotations

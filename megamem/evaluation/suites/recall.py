@@ -3,8 +3,8 @@
 Arora et al., "Simple linear attention language models balance the recall-throughput tradeoff", 2024 (SWDE, FDA, SQuAD),
 and "Just read twice: closing the recall gap for recurrent language models", 2024 (Natural Questions, TriviaQA, DROP).
 The model writes on greedily up to a line's end, 48 tokens at most, and is right where its text contains an answer,
-whatever the case of letters. Contexts are cut to a number of tokens around the answer, as in the second paper; where an
-answer's place is not asked about (DROP, TriviaQA), from the start.
+whatever the case of letters. Contexts are cut to a number of tokens around what is asked about, as in the second
+paper; in DROP and TriviaQA, behind their beginning.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ class RecallSet:
     """Whether a document asks for the value of a key (`key`, `value`) at the end of its `text`."""
     around_answer: bool = True
     """Whether contexts are cut around the answer, or behind their beginning."""
+    cloze: bool = False
+    """Whether the published documents have passage and cloze sentence in `text`, besides a plain question."""
 
 
 SETS = {
     "swde": RecallSet("hazyresearch/based-swde-v2", keyed=True),
     "fda": RecallSet("hazyresearch/based-fda", keyed=True),
-    "squad": RecallSet("hazyresearch/based-squad"),
+    "squad": RecallSet("hazyresearch/based-squad", cloze=True),
     "triviaqa": RecallSet("hazyresearch/based_triviaqa", around_answer=False),
     "drop": RecallSet("hazyresearch/based_drop", around_answer=False),
     "nq": RecallSet("hazyresearch/based_nq_2048"),
@@ -62,40 +64,57 @@ _SUMMARY = "Summary of information above"
 
 def answers_of(document: Document) -> list[str]:
     """Return the answers of a document, of which one must be contained: those of a question, or a key's value."""
-    if "answers" in document:
-        return [str(answer).strip() for answer in document["answers"]]
-    return [str(document["value"]).strip()]
+    answers = document["answers"] if "answers" in document else [document["value"]]
+    return [answer for answer in (str(each).strip() for each in answers) if answer]
 
 
-def cut_context(text: str, answers: Sequence[str], around: bool, length: int, setting: Setting) -> str:
-    """Return at most `length` - 50 tokens of a text: half of them before the first answer, or its beginning.
+def cut_context(text: str, places: Sequence[int], around: bool, length: int, setting: Setting) -> str:
+    """Return at most `length` - 50 tokens of a text.
 
-    The same tokens as in "Just read twice": the window begins half its length before the answer.
+    The same tokens as in "Just read twice": half of them before the place that is asked about, and the text's end where
+    that is not known; or the text's beginning.
+
+    Args:
+        text: the context.
+        places: characters at which what is asked about begins, of which the first counts.
+        around: whether half of the tokens are from before that place; the text's beginning if not.
+        length: tokens of the context and of what is written behind it.
+        setting: whose tokenizer counts.
     """
     most = length - RESERVED
     tokens = setting.encode(text)
     if len(tokens) <= most:
         return text
-    places = [found.start() for answer in answers if (found := re.search(re.escape(answer), text, re.IGNORECASE))]
-    at = len(setting.encode(text[: min(places)])) if around and places else 0
-    begin = max(at - most // 2, 0)
+    if not around:
+        return setting.decode(tokens[:most])
+    if not places:
+        return setting.decode(tokens[-most:])
+    begin = max(len(setting.encode(text[: min(places)])) - most // 2, 0)
     return setting.decode(tokens[begin : begin + most])
+
+
+def places_of(document: Document, text: str, form: RecallSet) -> list[int]:
+    """Return where in a text what a document asks about begins: its key or value, or the first answer that it holds."""
+    wanted = [str(document["key"])] if form.keyed and "key" in document else []
+    found = [re.search(re.escape(word), text, re.IGNORECASE) for word in (*wanted, *answers_of(document))]
+    places = [match.start() for match in found if match]
+    return places if form.keyed else places[:1]
 
 
 def prompt_of(document: Document, form: RecallSet, length: int | None, setting: Setting) -> str:
     """Return what the model reads: the context, a full stop, and the beginning of the sentence that it ends."""
-    answers = answers_of(document)
-    if "context" in document:
+    if "context" in document and not (form.cloze and "text" in document):
         context, question = str(document["context"]).strip(), str(document["question"]).strip()
     elif form.keyed:
         context, question = str(document["text"]), f"{document['key']}:"
         context = context.split(_SUMMARY)[0]
         question = question[:1].upper() + question[1:]
     else:  # passage and cloze sentence in one
-        text = str(document["text"]).strip()
-        return text if length is None else cut_context(text, answers, form.around_answer, length, setting).strip()
+        context, question = str(document["text"]).strip(), None
     if length is not None:
-        context = cut_context(context, answers, form.around_answer, length, setting)
+        context = cut_context(context, places_of(document, context, form), form.around_answer, length, setting)
+    if question is None:
+        return context.strip()
     context = _MARKS.sub("", context).strip()
     while question and context.lower().endswith(question.lower()):
         context = context[: -len(question)].strip()
@@ -106,6 +125,13 @@ def contains(document: Document, results: Sequence[str]) -> dict[str, float]:
     """Return 1 where a text contains one of the answers, whatever the case of letters."""
     text = results[0].lower()
     return {"contains": float(any(answer.lower() in text for answer in document["answers"]))}
+
+
+def _can_be_asked(document: Document, form: RecallSet) -> bool:
+    """Return whether a document has an answer; keys and their values need two letters, as in "Just read twice"."""
+    least = 2 if form.keyed else 1
+    words = [*answers_of(document), *([str(document["key"])] if "key" in document else [])]
+    return bool(answers_of(document)) and all(len(word) >= least for word in words)
 
 
 def recall_task(name: str, line: str, length: int | None, setting: Setting) -> Task:
@@ -124,7 +150,7 @@ def recall_task(name: str, line: str, length: int | None, setting: Setting) -> T
         documents = hub_documents(form.hub, "validation", name, f"put its documents, one JSON object a line, in {file}")
     asked = [
         {"prompt": prompt_of(document, form, length, setting), "answers": answers_of(document)}
-        for document in documents[: setting.limit]
+        for document in [each for each in documents if _can_be_asked(each, form)][: setting.limit]
     ]
     return generated_task(line, asked, _FORM)
 
@@ -150,4 +176,6 @@ def _lines(setting: Setting) -> Sequence[SuiteTask]:
     return lines
 
 
-RECALL = Suite("recall", "in-context recall, contexts cut to so many tokens", _lines, lengths=(2048,), whole=True)
+RECALL = Suite(
+    "recall", "in-context recall, contexts cut to so many tokens", _lines, lengths=(2048,), whole=True, repeats=True
+)

@@ -46,6 +46,10 @@ class SuiteResult:
     averaged: bool
     """Whether the mean over tasks is a figure."""
     seconds: float
+    differs: str = ""
+    """What was asked less or otherwise than the whole suite, such as `only-arc-limit-20`; nothing if empty."""
+    independent: bool = True
+    """Whether tasks ask documents of their own: the same at several lengths tell nothing of the mean's error."""
     step: int | None = None
     """Optimizer steps of the model, where it is known."""
 
@@ -58,9 +62,9 @@ class SuiteResult:
 
     @property
     def average_stderr(self) -> float | None:
-        """The standard error of the mean over tasks, whose documents are independent."""
+        """The standard error of the mean over tasks; None where their documents are not independent."""
         errors = [score.stderr for score in self.scores if score.stderr is not None]
-        if self.average is None or len(errors) < len(self.scores):
+        if self.average is None or not self.independent or len(errors) < len(self.scores):
             return None
         return math.sqrt(sum(error**2 for error in errors)) / len(errors)
 
@@ -74,6 +78,7 @@ class SuiteResult:
         return {
             "suite": self.suite, "model": self.model, "step": self.step, "limit": self.limit, "seconds": self.seconds,
             "averaged": self.averaged, "average": self.average, "average_stderr": self.average_stderr,
+            "differs": self.differs, "independent": self.independent,
             "scores": [vars(score) for score in self.scores], "missing": dict(self.missing),
         }  # fmt: skip
 
@@ -83,7 +88,7 @@ class SuiteResult:
         return SuiteResult(
             suite=value["suite"], model=value["model"], scores=tuple(TaskScore(**score) for score in value["scores"]),
             missing=value["missing"], limit=value["limit"], averaged=value["averaged"], seconds=value["seconds"],
-            step=value["step"],
+            differs=value["differs"], independent=value["independent"], step=value["step"],
         )  # fmt: skip
 
     def line(self) -> str:
@@ -139,10 +144,10 @@ def ratio_and_error(sums: Sequence[float], weights: Sequence[float]) -> tuple[fl
 def write_suite(folder: Path, result: SuiteResult) -> Path:
     """Write a result to `suites/NAME.json` in a run's folder, whole or not at all, and return its path.
 
-    A partial one, under a limit, is kept apart from a whole one: `NAME-limit-20.json`.
+    What was asked less or otherwise is kept apart from the whole suite: `NAME-limit-20.json`, `NAME-only-arc.json`.
     """
-    limit = "" if result.limit is None else f"-limit-{result.limit}"
-    path = folder / FOLDER / f"{result.suite}{limit}.json"
+    name = f"{result.suite}-{result.differs}" if result.differs else result.suite
+    path = folder / FOLDER / f"{name}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, result.to_dict())

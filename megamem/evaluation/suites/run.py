@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megamem.errors import ConfigError, DataError
+from megamem.errors import ConfigError, DataError, DependencyError
 from megamem.evaluation.suites.base import Setting, Suite, SuiteTask, definitions
 from megamem.evaluation.suites.result import SuiteResult, TaskScore, mean_and_error, ratio_and_error
 
@@ -31,7 +31,7 @@ class OpenSuite:
     tasks: tuple[tuple[SuiteTask, Task], ...]
     missing: Mapping[str, str]
     """Why tasks are not there, by name."""
-    limit: int | None
+    setting: Setting
 
     def run(self, model: LM, name: str, step: int | None = None) -> SuiteResult | None:
         """Ask a model and return its scores. A collective call where the model lies on several ranks.
@@ -43,19 +43,31 @@ class OpenSuite:
         Returns: None on ranks other than the first of a host (`LOCAL_RANK`), to which lm-eval gives no results.
         """
         begin = time.perf_counter()
-        samples = _ask(model, [task for _, task in self.tasks], self.limit)
+        samples = _ask(model, [task for _, task in self.tasks], self.setting.limit)
         if samples is None:
             return None
         scores = tuple(_score(line, samples[task.task_name]) for line, task in self.tasks)
         seconds = time.perf_counter() - begin
-        return SuiteResult(self.suite.name, name, scores, self.missing, self.limit, self.suite.averaged, seconds, step)
+        setting = self.setting
+        return SuiteResult(
+            suite=self.suite.name,
+            model=name,
+            scores=scores,
+            missing=self.missing,
+            limit=setting.limit,
+            differs=setting.differs,
+            averaged=self.suite.averaged and not setting.only,
+            independent=not self.suite.repeats or len(setting.lengths) < 2,
+            seconds=seconds,
+            step=step,
+        )
 
 
 def open_suite(suite: Suite, setting: Setting) -> OpenSuite:
     """Open the tasks of a suite.
 
-    Raises: DataError where not one of them has its data, DependencyError without lm-eval, ConfigError where no task has
-        one of the names of `setting.only`.
+    Raises: DataError where not one of them has its data and the packages that its scores need, DependencyError without
+        lm-eval, ConfigError where no task has one of the names of `setting.only`.
     """
     lines = [line for line in suite.tasks(setting) if not setting.only or line.name.startswith(setting.only)]
     if not lines:
@@ -66,11 +78,11 @@ def open_suite(suite: Suite, setting: Setting) -> OpenSuite:
         for line in lines:
             try:
                 tasks.append((line, line.build(setting)))
-            except DataError as error:
+            except (DataError, DependencyError) as error:
                 missing[line.name] = str(error)
     if not tasks:
-        raise DataError(f"suite {suite.name}: no data; {next(iter(missing.values()))}")
-    return OpenSuite(suite, tuple(tasks), missing, setting.limit)
+        raise DataError(f"suite {suite.name}: no task can be asked; {next(iter(missing.values()))}")
+    return OpenSuite(suite, tuple(tasks), missing, setting)
 
 
 def choose_suites(names: Sequence[str], suites: Mapping[str, Suite]) -> list[Suite]:
