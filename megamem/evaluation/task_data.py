@@ -106,8 +106,8 @@ def _lambada(document: Document) -> Document:
 
 
 def _asked(question: str) -> str:
-    """Return how a question is put, where no one has rewritten it as the beginning of a sentence."""
-    return f"Question: {question}\nAnswer:"
+    """Return how a question is put that no one has rewritten as the beginning of a sentence: on lines of its own."""
+    return f"\nQuestion: {question}\nAnswer:"
 
 
 def _squad(document: Document) -> Document:

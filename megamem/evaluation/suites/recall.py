@@ -102,9 +102,12 @@ def places_of(document: Document, text: str, form: RecallSet) -> list[int]:
 
 
 def prompt_of(document: Document, form: RecallSet, length: int | None, setting: Setting) -> str:
-    """Return what the model reads: the context, a full stop, and the beginning of the sentence that it ends."""
+    """Return what the model reads: the context, a full stop, and the beginning of the sentence that it ends.
+
+    A question that begins with the end of a line stands on lines of its own.
+    """
     if "context" in document and not (form.cloze and "text" in document):
-        context, question = str(document["context"]).strip(), str(document["question"]).strip()
+        context, question = str(document["context"]).strip(), str(document["question"]).rstrip()
     elif form.keyed:
         context, question = str(document["text"]), f"{document['key']}:"
         context = context.split(_SUMMARY)[0]
@@ -118,7 +121,7 @@ def prompt_of(document: Document, form: RecallSet, length: int | None, setting: 
     context = _MARKS.sub("", context).strip()
     while question and context.lower().endswith(question.lower()):
         context = context[: -len(question)].strip()
-    return f"{context.strip('.')}. {question}"
+    return context + question if question.startswith("\n") else f"{context.strip('.')}. {question.strip()}"
 
 
 def contains(document: Document, results: Sequence[str]) -> dict[str, float]:
