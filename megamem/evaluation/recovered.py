@@ -35,6 +35,10 @@ _PIECE = re.compile(r", tokens [\d,]+ to [\d,]+$")
 """What the name of a piece has behind that of its document (`evaluation.sequence_length`)."""
 
 
+class NoGapError(DataError):
+    """Full attention is no better than attention within chunks, so that there is nothing to recover."""
+
+
 @dataclass(frozen=True)
 class ModelLosses:
     """Held-out losses of one model, as an evaluation keeps them."""
@@ -174,7 +178,7 @@ def recovered_share(local: ModelLosses, full: ModelLosses, memory: ModelLosses, 
     """Return what the model with a memory recovers, overall and by position.
 
     Raises: ConfigError where the three were not measured on the same tokens in the same chunks; DataError where no
-        document is longer than a chunk, or full attention is no better than local attention.
+        document is longer than a chunk, or (NoGapError) full attention is no better than local.
     """
     for other in (full, memory):
         _check_same(local, other)
@@ -184,7 +188,7 @@ def recovered_share(local: ModelLosses, full: ModelLosses, memory: ModelLosses, 
     gap = (sums.local - sums.full).sum()
     if not gap > 0:
         beyond = sums.tokens.sum()
-        raise DataError(
+        raise NoGapError(
             f"{full.origin}: its loss beyond the first chunk, {sums.full.sum() / beyond:.4f}, is not below the "
             f"{sums.local.sum() / beyond:.4f} of {local.origin}, so there is no gap to recover"
         )
