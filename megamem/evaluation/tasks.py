@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 
 RESAMPLES = 1000
 """Draws of lm-eval's standard errors of figures that are no means, such as perplexities."""
-_NO_PROCESSES = "DISABLE_MULTIPROC"
-"""The environment variable of lm-eval."""
 
 
 def run_tasks(
@@ -52,28 +49,14 @@ def run_tasks(
             ) from None
         group = found.get("groups", {}).get(name)
         loaded += [group] if group is not None else found["tasks"].values()
-    with _in_this_process():
-        found = simple_evaluate(
-            model=open_model(), tasks=loaded, task_manager=manager, limit=limit, bootstrap_iters=RESAMPLES
-        )
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval would start processes for errors by resampling
+    found = simple_evaluate(
+        model=open_model(), tasks=loaded, task_manager=manager, limit=limit, bootstrap_iters=RESAMPLES
+    )
     if found is None:
         return None
     results: dict[str, dict[str, object]] = found["results"]
     return results
-
-
-@contextmanager
-def _in_this_process() -> Iterator[None]:
-    """Let lm-eval start no processes inside a `with` statement, which it does for standard errors by resampling."""
-    before = os.environ.get(_NO_PROCESSES)
-    os.environ[_NO_PROCESSES] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_NO_PROCESSES]
-        else:
-            os.environ[_NO_PROCESSES] = before
 
 
 def _known_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:

@@ -6,7 +6,6 @@ import random
 import re
 import sys
 import types
-from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -302,7 +301,7 @@ def test_the_commands_names_are_those_of_the_configuration():
 
 def test_a_window_has_to_leave_tokens_for_prompts(tmp_path):
     """Otherwise a prompt would be cut to nothing."""
-    asked = SimpleNamespace(args=("What is wet?", {"until": ["\n"], "max_gen_toks": 48}))
-    model = HarnessModel(SimpleNamespace(), setting_of(tmp_path), 48)
+    asked = types.SimpleNamespace(args=("What is wet?", {"until": ["\n"], "max_gen_toks": 48}))
+    model = HarnessModel(types.SimpleNamespace(), setting_of(tmp_path), 48)
     with pytest.raises(ConfigError, match="--max-length 48: leaves no token for prompts, as a task writes up to 48"):
         model.generate_until([asked])

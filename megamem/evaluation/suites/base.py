@@ -125,7 +125,7 @@ def _check_answer(task: Task, name: str, where: str) -> None:
     """
     if task.OUTPUT_TYPE != "multiple_choice":
         return
-    document = next(iter(task.eval_docs))
+    document = task.task_docs[0]  # as opened: `eval_docs` would prepare all documents once more
     choices = task.doc_to_choice(document)
     found = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
     for answer in found if isinstance(found, list) else [found]:
