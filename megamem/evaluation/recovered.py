@@ -181,7 +181,7 @@ def recovered_share(local: ModelLosses, full: ModelLosses, memory: ModelLosses, 
         document is longer than a chunk, or (NoGapError) full attention is no better than local.
     """
     for other in (full, memory):
-        _check_same(local, other)
+        check_same(local, other)
     if local.tokens.shape[1] < 2:
         raise DataError(f"{local.origin}: no document is longer than a chunk of {local.chunk_size} tokens")
     sums = _Sums.of(local, full, memory)
@@ -219,13 +219,13 @@ def share_over_control(
 
     Raises: as `recovered_share`, of the control too.
     """
-    _check_same(local, control)
+    check_same(local, control)
     # the control takes the place of the model with its memory off
     other = replace(memory, memory_off_nats=control.nats)
     return recovered_share(local, full, other, draws).beyond_first_chunk.by_memory
 
 
-def _check_same(ours: ModelLosses, theirs: ModelLosses) -> None:
+def check_same(ours: ModelLosses, theirs: ModelLosses) -> None:
     """Raise ConfigError where two models were not measured on the same tokens in the same chunks."""
     pair = f"{theirs.origin} and {ours.origin}"
     if ours.tokenizer != theirs.tokenizer:
