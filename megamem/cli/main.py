@@ -22,6 +22,7 @@ from launchers.signals import not_ignored
 from megamem.cli.attention import attention
 from megamem.cli.branch import branch
 from megamem.cli.checkpoint import checkpoint_app
+from megamem.cli.compare import compare
 from megamem.cli.convert import convert_app
 from megamem.cli.corpus import corpus_app
 from megamem.cli.demo import demo
@@ -57,7 +58,7 @@ for name, group in {
 # a function's name is the verb's, with dashes
 for verb in (
     train, start_from, branch, demo, plan, launch, preflight, status, runs, generate, evaluate, verify_resume, doctor,
-    mechanisms, long_term_memory, memory_length, attention, recovered_share,
+    mechanisms, long_term_memory, memory_length, attention, recovered_share, compare,
 ):  # fmt: skip
     app.command()(verb)
 app.command(hidden=True)(agent)

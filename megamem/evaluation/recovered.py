@@ -78,6 +78,22 @@ class ModelLosses:
             memory_off_nats=_padded([document["chunk_nats"] for document in off]),
         )
 
+    def by_document(self) -> ModelLosses:
+        """Return the same with the sums of each document's pieces added up."""
+        names = tuple(dict.fromkeys(self.names))
+        rows = np.array([names.index(name) for name in self.names])
+
+        def joined(table: Float64) -> Float64:
+            """Return sums [documents, C] of a table [D, C] of pieces."""
+            total = np.zeros((len(names), table.shape[1]))
+            np.add.at(total, rows, table)
+            return total
+
+        return replace(
+            self, names=names, nats=joined(self.nats), tokens=joined(self.tokens),
+            memory_off_nats=joined(self.memory_off_nats),
+        )  # fmt: skip
+
 
 def _padded(rows: Sequence[Sequence[float]]) -> Float64:
     """Return rows of different lengths as an array [D, C], filled up with zeros."""
@@ -268,20 +284,11 @@ class _Sums:
 
     @classmethod
     def of(cls, local: ModelLosses, full: ModelLosses, memory: ModelLosses) -> _Sums:
-        """Add up the pieces of each document, and leave out what is no longer than a chunk."""
-        names = list(dict.fromkeys(local.names))
-        rows = np.array([names.index(name) for name in local.names])
-
-        def joined(table: Float64) -> Float64:
-            """Return sums [documents, C] of a table [D, C] of pieces, without each one's first chunk."""
-            total = np.zeros((len(names), table.shape[1]))
-            np.add.at(total, rows, table)
-            return total[:, 1:]
-
-        tokens = joined(local.tokens)
-        long = tokens.sum(1) > 0
+        """Add up the pieces of each document, and leave out its first chunk and documents that have no more."""
+        local, full, memory = (model.by_document() for model in (local, full, memory))
         tables = (local.nats, full.nats, memory.nats, memory.memory_off_nats, local.tokens)
-        return cls(*(joined(table)[long] for table in tables))
+        long = local.tokens[:, 1:].sum(1) > 0
+        return cls(*(table[long, 1:] for table in tables))
 
     def part(self, chunks: slice, size: int, drawn: Float64) -> SharePart:
         """Return the share of some of the chunks. size: tokens of a chunk; drawn: [B, D], see `_draws`."""

@@ -1,0 +1,117 @@
+"""The comparison of models for people: a table, a picture, and its files."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from megamem.evaluation.comparison import ComparedModel, Comparison, Estimate
+from megamem.evaluation.picture import GREY, add_grid, new_figure, png
+from megamem.evaluation.report import write_new
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NUMBERS, PICTURE = "comparison.json", "comparison.png"
+
+
+def write_comparison(folder: Path, found: Comparison) -> None:
+    """Write the numbers and the picture into a new folder. Raises DataError for one that is there or not writable."""
+    write_new(folder, NUMBERS, found.to_dict(), {PICTURE: draw_comparison(found)})
+
+
+def with_error(estimate: Estimate) -> str:
+    """Write nats with their sign and standard error: `-0.058 ± 0.010`."""
+    return f"{estimate.value:+.3f}" if estimate.stderr is None else f"{estimate.value:+.3f} ± {estimate.stderr:.3f}"
+
+
+def comparison_table(found: Comparison) -> Table:
+    """Return a table with a line for each model, the reference first."""
+    table = Table(title=f"Held-out loss beyond the first {found.chunk_size:,} tokens, in nats per token")
+    table.add_column("model", no_wrap=True)
+    for name in ("loss", f"less that of {found.reference}", "documents that gain", "what the memory gives"):
+        table.add_column(name, justify="right")
+    for model in found.models:
+        is_reference = model is found.models[0]
+        table.add_row(
+            model.title, f"{model.loss:.3f}", "" if is_reference else with_error(model.difference),
+            "" if is_reference else f"{model.better:,} of {found.documents:,}", with_error(model.memory_gain),
+        )  # fmt: skip
+    table.caption = f"{found.tokens:,} tokens of {found.documents:,} documents; standard errors are over documents"
+    return table
+
+
+def draw_comparison(found: Comparison) -> bytes:
+    """Return the picture as PNG: left losses by position, right what they are less the reference's."""
+    figure = new_figure(12.8, 5.2)
+    left, right = figure.subplots(1, 2)
+    best = min(found.models[1:], key=lambda model: model.loss, default=found.models[0])
+    figure.suptitle(
+        f"{best.title} less {found.reference}: {with_error(best.difference)} nats per token", fontsize=13,
+        fontweight="bold",
+    )  # fmt: skip
+    _losses(left, found)
+    _differences(right, found)
+    for axes in (left, right):
+        _by_position(axes, found)
+    return png(figure)
+
+
+def _losses(axes: Axes, found: Comparison) -> None:
+    for number, model in enumerate(found.models):
+        color = _color(number)
+        axes.plot(
+            _places(model), [part.loss for part in model.by_position], color=color, marker="o", markersize=4,
+            linewidth=1.6, label=model.title,
+        )  # fmt: skip
+        off = [part.memory_off_loss for part in model.by_position]
+        if model.memory_gain.value != 0:
+            axes.plot(
+                _places(model), off, color=color, linestyle=":", marker="o", markersize=4, markerfacecolor="none",
+                linewidth=1.2, label=f"{model.title}, memory off",
+            )  # fmt: skip
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(
+        f"{found.documents:,} held-out documents, {found.tokens:,} tokens beyond the first chunk", fontsize=10
+    )
+
+
+def _differences(axes: Axes, found: Comparison) -> None:
+    axes.axhline(0, color=_color(0), linewidth=1.2)
+    for number, model in enumerate(found.models[1:], start=1):
+        values = [part.difference.value for part in model.by_position]
+        errors = [part.difference.stderr or 0.0 for part in model.by_position]
+        axes.plot(
+            _places(model), values, color=_color(number), marker="o", markersize=4, linewidth=1.6, label=model.title
+        )
+        axes.fill_between(
+            _places(model), [value - error for value, error in zip(values, errors, strict=True)],
+            [value + error for value, error in zip(values, errors, strict=True)],
+            color=_color(number), alpha=0.15, linewidth=0,
+        )  # fmt: skip
+    axes.set_ylabel(f"loss less that of {found.reference}")
+    axes.set_title("paired by document; bands of one standard error", fontsize=10)
+
+
+def _color(number: int) -> str:
+    """Return the color of a model: the reference is grey."""
+    return GREY if number == 0 else f"C{(number - 1) % 10}"
+
+
+def _places(model: ComparedModel) -> list[float]:
+    """Return the geometric middle of each range of positions."""
+    return [math.sqrt(part.first * part.last) for part in model.by_position]
+
+
+def _by_position(axes: Axes, found: Comparison) -> None:
+    """Finish a panel whose x axis is the position in the document."""
+    from matplotlib.ticker import FuncFormatter
+
+    add_grid(axes)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes.set_xlabel(f"position in the document (chunks of {found.chunk_size:,} tokens)")
+    axes.legend(frameon=False, fontsize=9)
