@@ -37,6 +37,7 @@ from megamem.cli.plan import plan
 from megamem.cli.preflight import preflight
 from megamem.cli.probe import probe_app
 from megamem.cli.recovered_share import recovered_share
+from megamem.cli.remembered import remembered
 from megamem.cli.runs import runs
 from megamem.cli.shards import shards_app
 from megamem.cli.status import status
@@ -59,6 +60,7 @@ for name, group in {
 for verb in (
     train, start_from, branch, demo, plan, launch, preflight, status, runs, generate, evaluate, verify_resume, doctor,
     mechanisms, long_term_memory, memory_length, attention, recovered_share, compare,
+    remembered,
 ):  # fmt: skip
     app.command()(verb)
 app.command(hidden=True)(agent)

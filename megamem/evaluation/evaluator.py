@@ -7,15 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megamem.data.batch import EvaluationDocument
 from megamem.evaluation.decoding import Decoder, generating
 from megamem.evaluation.forking import ForkedReader
-from megamem.evaluation.losses import LEAST_CHUNKS, LossReport, cut_documents, loss_report, whole_readings
+from megamem.evaluation.losses import (
+    LEAST_CHUNKS,
+    LossReport,
+    cut_documents,
+    first_slots,
+    loss_report,
+    whole_readings,
+)
 from megamem.evaluation.probe import MemoryReport, memory_components, memory_report, single_chunk_readings
-from megamem.evaluation.reading import Progress, Reading, Sums, sum_readings
+from megamem.evaluation.reading import Float64, Progress, Reading, Sums, sum_readings
 from megamem.evaluation.sampling import Sampling
 from megamem.evaluation.sliding import SlidingReport, check_stride, default_stride, sliding_readings, sliding_report
 from megamem.memory.base import Chunk
@@ -126,9 +134,23 @@ class Evaluator:
         sliding = self._read(sliding_readings(chosen, size, stride), progress)
         return sliding_report(chosen, plain, sliding, size, stride)
 
-    def _read(self, readings: Sequence[Reading], progress: Progress | None) -> Sums:
+    def token_losses(
+        self, documents: Sequence[EvaluationDocument], *, forget: bool = False, progress: Progress | None = None
+    ) -> list[Float64]:
+        """Return the loss of each document's tokens, [T] in nats, 0 where nothing is predicted.
+
+        Takes the arguments of `losses`, and documents as they are, in whole chunks.
+        """
+        size = self.stage.config.chunk_size
+        readings = single_chunk_readings(documents, size) if forget else whole_readings(documents, size)
+        found = self._read(readings, progress, keep_tokens=True).tokens
+        assert found is not None
+        ends = [*first_slots(documents, size)[1:], len(found)]
+        return [part.reshape(-1) for part in np.split(found, ends[:-1])]
+
+    def _read(self, readings: Sequence[Reading], progress: Progress | None, keep_tokens: bool = False) -> Sums:
         """Loss sums over all ranks."""
-        return sum_readings(self.reader, readings, self.rows, progress)
+        return sum_readings(self.reader, readings, self.rows, progress, keep_tokens)
 
     def generate(
         self,

@@ -78,6 +78,8 @@ class Sums:
     """[3, B] by position in the document, in the buckets that `edges` ends."""
     edges: Int64
     """[B] last position of each bucket. Position n is the prediction made after n tokens of the document."""
+    tokens: Float64 | None = None
+    """[S, L] nats of each token, 0 where none is scored; None if they were not asked for."""
 
 
 def bucket_edges(chunk_size: int, longest: int) -> Int64:
@@ -100,7 +102,13 @@ def share_out(sizes: Sequence[int], lanes: int) -> list[list[int]]:
     return queues
 
 
-def sum_readings(reader: ChunkReader, readings: Sequence[Reading], rows: int, progress: Progress | None = None) -> Sums:
+def sum_readings(
+    reader: ChunkReader,
+    readings: Sequence[Reading],
+    rows: int,
+    progress: Progress | None = None,
+    keep_tokens: bool = False,
+) -> Sums:
     """Run readings through a model and return their loss sums over all ranks.
 
     Readings are shared out over rows and data-parallel ranks by length; a row takes its next reading at the next chunk
@@ -108,7 +116,9 @@ def sum_readings(reader: ChunkReader, readings: Sequence[Reading], rows: int, pr
     own work has ended: under ZeRO-3 each call gathers parameters from all of them. The host waits for the device once,
     at the end.
 
-    rows: readings side by side on each data-parallel rank.
+    Args:
+        rows: readings side by side on each data-parallel rank.
+        keep_tokens: keep the loss of each token, too.
     """
     stage, topology = reader.stage, reader.topology
     size = reader.chunk_size
@@ -119,7 +129,7 @@ def sum_readings(reader: ChunkReader, readings: Sequence[Reading], rows: int, pr
     lanes = [_units(readings, queue) for queue in queues[rank::ranks]]
     slots = max(reading.slot + reading.chunks for reading in readings)
     edges = bucket_edges(size, max(reading.begin + reading.chunks * size for reading in readings))
-    totals = _Totals(slots, size, edges, reader.device)
+    totals = _Totals(slots, size, edges, reader.device, keep_tokens)
     training = stage.training
     stage.eval()
     try:
@@ -187,7 +197,9 @@ def _endless(units: Iterator[_Unit]) -> Iterator[_Unit | None]:
 class _Totals:
     """Sums in float64 on the device."""
 
-    def __init__(self, slots: int, chunk_size: int, edges: Int64, device: torch.device) -> None:
+    def __init__(
+        self, slots: int, chunk_size: int, edges: Int64, device: torch.device, keep_tokens: bool = False
+    ) -> None:
         self.unused = slots
         """Slot of rows without work; not reported."""
         self.device = device
@@ -197,12 +209,17 @@ class _Totals:
         self.slots, self.within, self.positions = (
             torch.zeros(3, size, dtype=torch.float64, device=device) for size in (slots + 1, chunk_size, len(edges))
         )
+        kept = (slots + 1, chunk_size) if keep_tokens else (0, chunk_size)
+        self.tokens = torch.zeros(kept, dtype=torch.float64, device=device)
 
     def add(self, losses: Tensor, correct: Tensor, scored: Tensor, slots: list[int], begins: list[int]) -> None:
         """Add a call: `losses`, `correct`, `scored` [L, R]; per row its slot and the position of its first token."""
         rows = torch.stack((losses.double(), scored.double(), correct.double()))
         self.within += rows.sum(2)
-        self.slots.index_add_(1, to_device(slots, self.device), rows.sum(1))
+        chosen = to_device(slots, self.device)
+        self.slots.index_add_(1, chosen, rows.sum(1))
+        if len(self.tokens):
+            self.tokens[chosen] = losses.double().T
         buckets = torch.bucketize(self.offsets + to_device(begins, self.device), self.edges)
         # positions behind a document's end carry no loss; the last bucket takes them
         buckets.clamp_(max=len(self.host_edges) - 1)
@@ -210,13 +227,14 @@ class _Totals:
 
     def sums(self, topology: Topology | None) -> Sums:
         """Return the sums over data-parallel ranks (and stages: all but the last have zeros), on the host."""
-        parts = (self.slots[:, : self.unused], self.within, self.positions)
+        parts = (self.slots[:, : self.unused], self.within, self.positions, self.tokens[: self.unused])
         flat = torch.cat([part.flatten() for part in parts])
         if topology is not None and topology.dp_size > 1:
             dist.all_reduce(flat, group=topology.dp_group)
         if topology is not None and topology.pp_size > 1:
             dist.all_reduce(flat, group=topology.pp_group)
-        slots, within, positions = flat.cpu().split([part.numel() for part in parts])
+        slots, within, positions, tokens = flat.cpu().split([part.numel() for part in parts])
         return Sums(
-            slots.view(3, -1).numpy(), within.view(3, -1).numpy(), positions.view(3, -1).numpy(), self.host_edges
-        )
+            slots.view(3, -1).numpy(), within.view(3, -1).numpy(), positions.view(3, -1).numpy(), self.host_edges,
+            tokens.view(-1, self.tokens.shape[1]).numpy() if len(self.tokens) else None,
+        )  # fmt: skip

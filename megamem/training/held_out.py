@@ -15,7 +15,9 @@ from megamem.data.feeder import HeldOutDocuments
 from megamem.errors import ConfigError
 from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.memory_length import LengthCurve, LengthLoss, length_fields
+from megamem.evaluation.probe import memory_components
 from megamem.evaluation.recovered import ModelLosses, RecoveredReport, recovered_share
+from megamem.evaluation.remembered import RememberedReport, remembered
 from megamem.evaluation.result import EvaluationResult
 from megamem.evaluation.run import Passes, final_documents, final_evaluation
 from megamem.model.stage import Stage
@@ -103,6 +105,26 @@ def evaluate_recovered(
         )
         found = _model_losses(memory, dtype, topology, passes, off=True)
     return recovered_share(base, whole, found)
+
+
+def evaluate_remembered(
+    run: Trained, examples: int, dtype: torch.dtype, device: torch.device, console: Console | None = None
+) -> RememberedReport:
+    """Tell which held-out tokens a trained model's memory helps to predict, in this process.
+
+    examples: tokens to show at most. Raises: as `evaluate_run` and `remembered`; ConfigError for a model without a
+    memory, or without a tokenizer.
+    """
+    if not memory_components(run.config.model):
+        raise ConfigError(f"{run.origin}: has no memory; nothing passes from chunk to chunk")
+    documents, tokenizer = held_out_text(run), open_tokenizer(run.config)
+    if tokenizer is None:
+        raise ConfigError(f"{run.origin}: its configuration names no tokenizer; give data.tokenizer=FOLDER")
+    topology = Topology.start(device=str(device))
+    evaluator = Evaluator(run.load(dtype, topology.device), topology, run.config.evaluation.rows)
+    chosen = final_documents(documents, run.config, TextCounter(tokenizer.token_bytes()))
+    with Passes(console) as passes:
+        return remembered(evaluator, chosen, tokenizer.decode, examples, passes.named)
 
 
 def _model_losses(run: Trained, dtype: torch.dtype, topology: Topology, passes: Passes, *, off: bool) -> ModelLosses:
