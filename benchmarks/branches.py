@@ -1,6 +1,6 @@
 """Branches of one stable run beside separate runs of the same lengths: the same losses, and the steps saved.
 
-    megamem demo                      # prepares the text, once
+    megamem corpus prepare runs/demo-data      # once
     python -m benchmarks.branches     # --steps 50 100 200 400
 
 A small model with Elastic Memory on real text, one process. The longest run is the stable one: it decays at its own
@@ -65,7 +65,7 @@ def measure(lengths: list[int], data: Path, folder: Path, overrides: list[str]) 
     """Train all runs; return length, the branch (or the stable run itself) and the separate run, by length."""
     longest, shorter = max(lengths), sorted(lengths)[:-1]
     common = [
-        str(ROOT / "configs/recipes/demo.yaml"), f"runs_folder={folder}", f"data.sources=[{data / 'shards/train'}]",
+        str(ROOT / "configs/recipes/books.yaml"), f"runs_folder={folder}", f"data.sources=[{data / 'shards/train'}]",
         f"data.validation=[{data / 'shards/validation'}]", f"data.tokenizer={data / 'tokenizer'}", *SHAPE,
         "optimizer.schedule=wsd", f"optimizer.decay_ratio={DECAY_RATIO}", f"optimizer.warmup_steps={WARMUP_STEPS}",
         "logging.every=1", "logging.wandb.mode=disabled", "evaluation.every=0", "evaluation.final_max_tokens=16384",
@@ -87,11 +87,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure and print a table; exit code 1 where a branch is not the separate run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, nargs="+", default=[50, 100, 200, 400], help="lengths of the runs")
-    parser.add_argument("--data", type=Path, default=Path("runs/demo-data"), help="what `megamem demo` prepared")
+    parser.add_argument("--data", type=Path, default=Path("runs/demo-data"), help="what `megamem corpus prepare` wrote")
     parser.add_argument("overrides", nargs="*", help="section.key=value, for all runs; after --")
     given = parser.parse_args(arguments)
     if not (given.data / "tokenizer").is_dir():
-        raise SystemExit(f"{given.data}: no prepared text; run `megamem demo` first")
+        raise SystemExit(f"{given.data}: no prepared text; run `megamem corpus prepare {given.data}` first")
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(given.steps, given.data.resolve(), Path(folder), given.overrides)
     print("| steps | held-out loss, branch | separate run | steps computed, branch | separate run |")

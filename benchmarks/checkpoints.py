@@ -1,4 +1,4 @@
-"""What a checkpoint costs on the demo's configuration: the step that saves, the steps after it, bytes, seconds.
+"""What a checkpoint costs with configs/recipes/books.yaml: the step that saves, the steps after it, bytes, seconds.
 
     python -m benchmarks.checkpoints [--rounds N] [--store]
 
@@ -45,7 +45,7 @@ def measure(folder: str, rounds: int) -> dict[str, Any]:
     from megamem.training.checkpointing import cpu_group, run_facts
     from megamem.training.dry_run import mock_batches
 
-    config = load_config(RunConfig, Path("configs/recipes/demo.yaml"))
+    config = load_config(RunConfig, Path("configs/recipes/books.yaml"))
     topology = start_topology(config)
     engine, batches = build_engine(config, topology), mock_batches(config, topology)
     group = cpu_group(120)

@@ -1,6 +1,6 @@
 """Throughput on the CPU: Elastic Memory over plain chunk-local attention, forward and backward, same shape.
 
-    python -m benchmarks.cpu [--quick] [--threads N] [--budget-s S] [--shapes demo paper]
+    python -m benchmarks.cpu [--quick] [--threads N] [--budget-s S] [--shapes books paper]
 
 Each shape is measured with Elastic Memory at one layer and with attention local to the chunk at every layer, in turns
 within one run; ratios are of the same turn, and their median and quartiles are printed, in wall time and in processor
@@ -63,14 +63,17 @@ class Shape:
 
 
 def shapes(quick: bool) -> dict[str, Shape]:
-    """The demo's shape; the paper's 100M layers, chunks of 512, a vocabulary so small that the head hides little."""
-    demo = model_from(ROOT / "configs/recipes/demo.yaml")
+    """Return the shapes: that of configs/recipes/books.yaml, and the paper's 100M layers with chunks of 512.
+
+    The vocabulary is so small that the head hides little.
+    """
+    books = model_from(ROOT / "configs/recipes/books.yaml")
     if quick:
         tiny = {"layers": 3, "hidden_size": 32, "heads": 2, "vocab_size": 64, "chunk_size": 16}
         memory = [{"layers": [1], "mixer": {"kind": "elastic_memory", "order": 8}}]
-        return {"quick": Shape(model_from(ROOT / "configs/recipes/demo.yaml", **tiny, memory=memory), 4, 1, 2)}
+        return {"quick": Shape(model_from(ROOT / "configs/recipes/books.yaml", **tiny, memory=memory), 4, 1, 2)}
     paper = model_from(shipped_model("elastic-100m"), chunk_size=512, vocab_size=4096)
-    return {"demo": Shape(demo, 8, 4, 11), "paper": Shape(paper, 8, 1, 5, profiles=1)}
+    return {"books": Shape(books, 8, 4, 11), "paper": Shape(paper, 8, 1, 5, profiles=1)}
 
 
 def unit(model: ModelConfig, shape: Shape, learns: bool = True) -> tuple[Stage, Callable[[], float]]:
@@ -151,7 +154,7 @@ def main(arguments: list[str] | None = None) -> None:
     """See the module's documentation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny shape: checks that the benchmark runs")
-    parser.add_argument("--shapes", nargs="+", choices=["demo", "paper"], help="all if not given")
+    parser.add_argument("--shapes", nargs="+", choices=["books", "paper"], help="all if not given")
     parser.add_argument("--threads", type=int, help="torch threads; all usable cores if not given")
     parser.add_argument("--budget-s", type=float, default=240, help="seconds a shape may take (one turn always runs)")
     parser.add_argument("--output", type=Path, default=OUTPUT / "cpu.json")

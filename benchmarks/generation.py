@@ -1,6 +1,6 @@
 """Long generation through transformers: resident memory and tokens/s as the text grows.
 
-    python -m benchmarks.generation [--tokens 20000] [--model configs/recipes/demo.yaml]
+    python -m benchmarks.generation [--tokens 20000] [--model configs/recipes/books.yaml]
 
 Greedy, one row, random weights (the time does not depend on them), in portions that continue from one cache. A memory
 of fixed size should show a flat line in both; the table and the picture say how flat.
@@ -83,7 +83,7 @@ def main() -> None:
     """Measure, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=20_000)
-    parser.add_argument("--model", type=Path, default=Path("configs/recipes/demo.yaml"))
+    parser.add_argument("--model", type=Path, default=Path("configs/recipes/books.yaml"))
     arguments = parser.parse_args()
     threads = fix_threads()
     torch.manual_seed(0)

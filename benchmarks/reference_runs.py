@@ -4,7 +4,7 @@ For changes that must not change a number (moved files, new names, another struc
 text, which together take every family of mechanisms, tensor and pipeline parallelism, ZeRO 0 to 3, BF16 and every way
 of feeding. Losses, gradient norms and held-out figures of each are kept as exact numbers.
 
-    megamem demo                                                     # prepares the text, once
+    megamem corpus prepare runs/demo-data                            # once
     python -m benchmarks.reference_runs record benchmarks/reference/runs.json
     python -m benchmarks.reference_runs compare benchmarks/reference/runs.json
 
@@ -38,7 +38,7 @@ HELD_OUT = (
 
 @dataclass(frozen=True)
 class Case:
-    """One run: what differs from the demo's configuration."""
+    """One run: what differs from configs/recipes/books.yaml."""
 
     processes: int
     overrides: tuple[str, ...]
@@ -130,7 +130,7 @@ CASES: dict[str, Case] = {
 def run(case: Case, data: Path, folder: Path) -> dict[str, list[Any]]:
     """Train one case in `folder`; the figures of its log lines and of its last evaluation."""
     command = [
-        sys.executable, "-m", "megamem", "train", str(ROOT / "configs/recipes/demo.yaml"),
+        sys.executable, "-m", "megamem", "train", str(ROOT / "configs/recipes/books.yaml"),
         "--processes", str(case.processes),
         "name=run", f"runs_folder={folder}", f"data.sources=[{data / 'shards/train'}]",
         f"data.validation=[{data / 'shards/validation'}]", f"data.tokenizer={data / 'tokenizer'}",
@@ -181,11 +181,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["record", "compare"])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--data", type=Path, default=Path("runs/demo-data"), help="what `megamem demo` prepared")
+    parser.add_argument("--data", type=Path, default=Path("runs/demo-data"), help="what `megamem corpus prepare` wrote")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     given = parser.parse_args()
     if not (given.data / "tokenizer").is_dir():
-        raise SystemExit(f"{given.data}: no prepared text; run `megamem demo` first")
+        raise SystemExit(f"{given.data}: no prepared text; run `megamem corpus prepare {given.data}` first")
     if given.action == "record":
         given.file.parent.mkdir(parents=True, exist_ok=True)
         runs = json.loads(given.file.read_text(encoding="utf-8"))["runs"] if given.file.exists() else {}

@@ -13,6 +13,8 @@ from megamem.cli.output import write_line
 
 VOCABULARY = 4096
 PROCESSES = 2
+WITHOUT = ("model.mixer=local_attention", "model.memory=[]")
+"""What makes a model without a memory of the demo's."""
 
 
 def demo(
@@ -20,19 +22,38 @@ def demo(
     config: Annotated[Path, typer.Option(help="the run")] = Path("configs/recipes/demo.yaml"),
     overrides: Overrides = None,
 ) -> None:
-    """Make a trained model on real books from nothing: fetch, tokenize, shard, train on two processes, evaluate."""
-    from launchers.local_ranks import run_local
+    """Train a model with a memory and one without on real books, from nothing, and compare them.
+
+    Fetches the books, trains a tokenizer, writes shards, trains and evaluates both models on two processes. Ends with
+    what the memory gives: against the model without one, and token by token.
+    """
+    from megamem.cli.compare import compare
     from megamem.cli.corpus import prepare
+    from megamem.cli.remembered import remembered
 
     prepare(folder, vocab_size=VOCABULARY, workers=PROCESSES)
+    name, given = time.strftime("demo-%Y%m%d-%H%M%S"), overrides or []
+    without = _train(config, folder, [f"name={name}-without", *given, *WITHOUT])
+    memory = _train(config, folder, [f"name={name}-memory", *given])
+    compare(without, [memory], out=memory.with_name(f"{name}-comparison"))
+    remembered(memory, out=memory.with_name(f"{name}-remembered"))
+
+
+def _train(config: Path, folder: Path, overrides: list[str]) -> Path:
+    """Train and evaluate a model on the prepared data and return its run's folder; exit where that fails."""
+    from launchers.local_ranks import run_local
+    from megamem.config.load import load_config
+    from megamem.config.run import RunConfig
+
     shards = folder / "shards"
-    run = [
-        "train", str(config),
-        time.strftime("name=demo-%Y%m%d-%H%M%S"),
+    settings = [
         f"data.sources=[{shards / 'train'}]",
         f"data.validation=[{shards / 'validation'}]",
         f"data.tokenizer={folder / 'tokenizer'}",
-        *(overrides or []),
-    ]  # fmt: skip
-    write_line(f"megamem {' '.join(run)}")
-    raise typer.Exit(run_local(PROCESSES, run))
+        *overrides,
+    ]
+    run = load_config(RunConfig, config, settings)
+    write_line(f"megamem train {config} {' '.join(settings)}")
+    if code := run_local(PROCESSES, ["train", str(config), *settings]):
+        raise typer.Exit(code)
+    return run.run_folder

@@ -160,6 +160,7 @@ class _Document:
 
 
 def _ids(tokens: Tensor) -> list[int]:
+    """Return token ids [T] as plain numbers."""
     return [int(token) for token in tokens.tolist()]
 
 

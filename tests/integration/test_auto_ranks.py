@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-DEMO = Path(__file__).resolve().parents[2] / "configs" / "recipes" / "demo.yaml"
+BOOKS = Path(__file__).resolve().parents[2] / "configs" / "recipes" / "books.yaml"
 TINY = (
     "model.layers=1", "model.hidden_size=32", "model.heads=2", "model.memory=[]", "model.vocab_size=64",
     "data.sequence_length=512", "training.batch_tokens=4096", "data.sources=[none]", "data.tokenizer=null",
@@ -28,7 +28,7 @@ TINY = (
 def test_two_ranks_train_a_step_in_the_layout_that_one_process_chose(
     before: tuple[str, ...], after: tuple[str, ...], tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "megamem", *before, str(DEMO), "--dry-run", *TINY, *after]
+    command = [sys.executable, "-m", "megamem", *before, str(BOOKS), "--dry-run", *TINY, *after]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "mock step on 2 process(es)" in done.stdout

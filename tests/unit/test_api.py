@@ -16,7 +16,7 @@ from tests.contract.case import CHUNK
 from tests.contract.cases import ALL_CASES
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "configs" / "recipes" / "demo.yaml"
+BOOKS = ROOT / "configs" / "recipes" / "books.yaml"
 SMALL = ["model.layers=2", "model.memory=[]", "model.hidden_size=24", "model.heads=2", "model.vocab_size=64"]
 
 
@@ -34,7 +34,7 @@ def test_every_name_is_there_and_others_are_not():
         _ = megamem.trian
 
 
-@pytest.mark.parametrize("path", [DEMO, str(DEMO)], ids=["Path", "str"])
+@pytest.mark.parametrize("path", [BOOKS, str(BOOKS)], ids=["Path", "str"])
 def test_a_model_has_weights_that_the_seed_gives(path):
     config = megamem.load_config(path, SMALL)
     model = megamem.build_model(config)
@@ -90,14 +90,14 @@ def test_what_is_wrong_is_named():
 
 
 def test_plan():
-    report = megamem.plan(DEMO, devices=2, device="cpu")
+    report = megamem.plan(BOOKS, devices=2, device="cpu")
     assert report.devices == 2
     assert report.days > 0
 
 
 def test_an_evaluator_reads_with_a_model_in_hand():
     """Of the chunk that it has read in pieces the logits are those of `read_chunk`."""
-    config = megamem.load_config(DEMO, SMALL)
+    config = megamem.load_config(BOOKS, SMALL)
     model = megamem.build_model(config, dtype=torch.float64)
     evaluator = megamem.evaluator(model, rows=2)
     tokens = torch.randint(64, (config.model.chunk_size, 2), generator=torch.Generator().manual_seed(0))

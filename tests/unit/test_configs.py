@@ -21,7 +21,8 @@ from tests.unit.shipped import SHIPPED, model_file, shipped
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MODELS = sorted((CONFIGS / "models").glob("*/*.yaml"))
 OTHER = {
-    "books_characters", "copy_smollm2", "demo", "infinity_former_gpt2", "infinity_former_smollm2", "pg19", "text8",
+    "books", "books_characters", "copy_smollm2", "demo", "infinity_former_gpt2", "infinity_former_smollm2", "pg19",
+    "text8",
 }  # fmt: skip
 """Recipes with a model of their own, for imported ones (`test_finetuning_configs.py`), or for another recipe's."""
 IMPORTED = {"smollm2-135m-decoder"}

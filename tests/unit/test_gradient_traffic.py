@@ -12,7 +12,7 @@ from megamem.planning.plan import make_plan
 from megamem.planning.step_time import Layout, waiting_for_gradients
 from megamem.planning.traffic import StageParameters, traffic
 
-DEMO = Path(__file__).resolve().parents[2] / "configs" / "recipes" / "demo.yaml"
+BOOKS = Path(__file__).resolve().parents[2] / "configs" / "recipes" / "books.yaml"
 COUNT = 4 * BUCKET
 """Parameters of a rank."""
 RATE = 4.0 * BUCKET
@@ -23,7 +23,7 @@ def run(zero: int, precision: str = "bf16") -> RunConfig:
     """4 sequences of 8 chunks of 256 tokens in a step, windows of two chunks, one row a micro-batch."""
     return load_config(
         RunConfig,
-        DEMO,
+        BOOKS,
         [
             "parallel.tp=1",
             f"parallel.zero_stage={zero}",

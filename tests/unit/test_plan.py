@@ -21,7 +21,7 @@ from megamem.pipeline.schedule import chunk_schedule
 from megamem.pipeline.simulate import even_cost, simulate
 
 mpl.use("Agg")
-DEMO = Path(__file__).resolve().parents[2] / "configs" / "recipes" / "demo.yaml"
+BOOKS = Path(__file__).resolve().parents[2] / "configs" / "recipes" / "books.yaml"
 
 
 def plan(*arguments):
@@ -85,7 +85,7 @@ def test_table():
 
 
 def test_a_configuration_says_its_sizes():
-    found = json.loads(plan("--schedule", "--json", DEMO, "parallel.pp=2", "training.batch_tokens=16384"))
+    found = json.loads(plan("--schedule", "--json", BOOKS, "parallel.pp=2", "training.batch_tokens=16384"))
     # 2,048 tokens are 8 chunks; 16,384 are 4 micro-batches of 2 rows
     assert [found[name] for name in ("stages", "micro_batches", "chunks", "bptt_chunks")] == [2, 4, 8, 8]
     assert found["peak_units"] == [9, 8]
@@ -94,7 +94,7 @@ def test_a_configuration_says_its_sizes():
 
 
 def test_costs_are_those_of_the_layers():
-    config = load_config(RunConfig, DEMO, ["parallel.pp=2", "training.batch_tokens=16384", "parallel.placement=[2,2]"])
+    config = load_config(RunConfig, BOOKS, ["parallel.pp=2", "training.batch_tokens=16384", "parallel.placement=[2,2]"])
     first, last = flop_costs(config.model, 2048).by_stage([2, 2])
     report = compare_for(config)
     assert last > first, "it holds the head: it works all the time that its first sequence is there"
@@ -107,7 +107,7 @@ def test_costs_are_those_of_the_layers():
 
 def test_layers_are_where_the_configuration_places_them():
     spans = [
-        json.loads(plan("--schedule", "--json", DEMO, "parallel.pp=2", f"parallel.placement={counts}"))["makespan"]
+        json.loads(plan("--schedule", "--json", BOOKS, "parallel.pp=2", f"parallel.placement={counts}"))["makespan"]
         for counts in ("[2,2]", "[3,1]", "flops", "measured")
     ]
     # a head of 4,096 words costs more than a layer and a half of 192: three layers balance one and the head
@@ -116,22 +116,22 @@ def test_layers_are_where_the_configuration_places_them():
 
 
 def test_data_parallel_ranks_share_the_micro_batches():
-    batch = (DEMO, "parallel.pp=2", "training.batch_tokens=16384")
+    batch = (BOOKS, "parallel.pp=2", "training.batch_tokens=16384")
     assert [
         json.loads(plan("--schedule", "--json", *batch, *dp))["micro_batches"] for dp in ((), ("--dp", 2), ("--dp", 4))
     ] == [4, 2, 1]
-    assert "4 data-parallel ranks; use a multiple of 8" in error(ConfigError, "--schedule", DEMO, "--dp", 4)
+    assert "4 data-parallel ranks; use a multiple of 8" in error(ConfigError, "--schedule", BOOKS, "--dp", 4)
 
 
 def test_the_configuration_s_data_parallel_size_counts():
     given = ("parallel.pp=2", "training.batch_tokens=16384", "parallel.dp=2")
-    assert json.loads(plan("--schedule", "--json", DEMO, *given))["micro_batches"] == 2
+    assert json.loads(plan("--schedule", "--json", BOOKS, *given))["micro_batches"] == 2
 
 
 def test_both_schedules_do_the_same_work():
     """With costs that differ by stage and chunk; only the idle time differs."""
     overrides = ["parallel.pp=3", "model.mixer=full_attention", "training.batch_tokens=16384"]
-    report = compare_for(load_config(RunConfig, DEMO, overrides))
+    report = compare_for(load_config(RunConfig, BOOKS, overrides))
     for stage in range(3):
         # 1e-12: the order of some hundred float64 additions
         assert report.ours.busy(stage) == pytest.approx(report.one_f_one_b.busy(stage), rel=1e-12)
@@ -148,20 +148,20 @@ def test_one_chunk_per_sequence_is_1f1b_itself():
 
 
 def test_bytes_of_every_layout_as_json_and_as_a_table():
-    """The demo has 6 heads: 4 and 8 ranks cannot share them, which is said in their rows."""
-    heads = load_config(RunConfig, DEMO).model.heads
-    found = json.loads(plan("--layouts", "--json", DEMO))["layouts"]
+    """The recipe has 6 heads: 4 and 8 ranks cannot share them, which is said in their rows."""
+    heads = load_config(RunConfig, BOOKS).model.heads
+    found = json.loads(plan("--layouts", "--json", BOOKS))["layouts"]
     assert [(row["tp"], row["pp"]) for row in found] == [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4)]
     for row in found:
         assert ("error" in row) == bool(heads % row["tp"])
         assert "error" in row or row["total"] == sum(row[p] for p in ("weights", "gradients", "optimizer", "states"))
-    assert f"cannot share model.heads {heads} evenly" in plan("--layouts", DEMO)
+    assert f"cannot share model.heads {heads} evenly" in plan("--layouts", BOOKS)
 
 
 def test_layouts_are_those_of_the_configuration_s_data_parallel_ranks():
     """Optimizer states are divided among them; what is counted undivided is said."""
     alone, eight, given = (
-        json.loads(plan("--layouts", "--json", DEMO, *more))
+        json.loads(plan("--layouts", "--json", BOOKS, *more))
         for more in ((), ("parallel.dp=8",), ("parallel.dp=8", "--dp", 2))
     )
     assert (alone["dp"], eight["dp"], given["dp"]) == (1, 8, 2)
@@ -185,17 +185,17 @@ NEEDED = "give a configuration or --stages, --micro-batches and --chunks"
         (("--schedule", "--stages", 2, "--micro-batches", 2), f"plan: --chunks is missing; {NEEDED}"),
         (("--schedule", *sizes(2, 2, 4, 3)), "plan: bptt_chunks 3 does not divide 4 chunks"),
         (("--schedule", *sizes(2, 2, 4, 8)), "plan: bptt_chunks 8 does not divide 4 chunks"),
-        (("--schedule", DEMO, "--stages", 2), "plan: --stages does not go with a configuration"),
-        (("--schedule", DEMO, "--micro-batches", 2), "plan: --micro-batches does not go with a configuration"),
-        (("--schedule", DEMO, "--chunks", 2), "plan: --chunks does not go with a configuration"),
-        (("--schedule", DEMO, "--bptt-chunks", 2), "plan: --bptt-chunks does not go with a configuration"),
+        (("--schedule", BOOKS, "--stages", 2), "plan: --stages does not go with a configuration"),
+        (("--schedule", BOOKS, "--micro-batches", 2), "plan: --micro-batches does not go with a configuration"),
+        (("--schedule", BOOKS, "--chunks", 2), "plan: --chunks does not go with a configuration"),
+        (("--schedule", BOOKS, "--bptt-chunks", 2), "plan: --bptt-chunks does not go with a configuration"),
         (("--layouts",), "plan: --layouts goes with a configuration, --dp and --json"),
-        (("--layouts", "--chunks", 2, DEMO), "plan: --layouts goes with a configuration, --dp and --json"),
-        (("--layouts", "--schedule", DEMO), "plan: --layouts goes with a configuration, --dp and --json"),
+        (("--layouts", "--chunks", 2, BOOKS), "plan: --layouts goes with a configuration, --dp and --json"),
+        (("--layouts", "--schedule", BOOKS), "plan: --layouts goes with a configuration, --dp and --json"),
         (("--schedule", *sizes(2, 2, 2), "--recorded", "x"), "plan: --recorded RUN is drawn; give --draw-schedule"),
-        (("--draw-schedule", "", DEMO), "plan: --draw-schedule names no file; give FILE.png"),
+        (("--draw-schedule", "", BOOKS), "plan: --draw-schedule names no file; give FILE.png"),
         (("--schedule", "nowhere.yaml"), "nowhere.yaml: no such configuration file"),
-        (("--schedule", DEMO, "parallel.pp=5"), "parallel.pp 5 is more than the 4 layers of the model"),
+        (("--schedule", BOOKS, "parallel.pp=5"), "parallel.pp 5 is more than the 4 layers of the model"),
     ],
 )
 def test_refusals(arguments, said):

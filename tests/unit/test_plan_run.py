@@ -28,7 +28,7 @@ from megamem.planning.traffic import StageParameters, traffic
 from tests.unit.shipped import model_file, shipped
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "recipes"
-DEMO = CONFIGS / "demo.yaml"
+BOOKS = CONFIGS / "books.yaml"
 H100 = machine("h100", 8)
 ARITHMETIC = H100.model_copy(
     update={
@@ -42,8 +42,8 @@ ARITHMETIC = H100.model_copy(
 """A device on which nothing takes time but products of matrices, and the bytes that go between devices."""
 
 
-def demo(*overrides: str) -> RunConfig:
-    return load_config(RunConfig, DEMO, ["parallel.tp=1", "training.batch_tokens=65536", *overrides])
+def books(*overrides: str) -> RunConfig:
+    return load_config(RunConfig, BOOKS, ["parallel.tp=1", "training.batch_tokens=65536", *overrides])
 
 
 def plan(*arguments: object) -> str:
@@ -56,9 +56,9 @@ def plan(*arguments: object) -> str:
 
 def test_a_plan_as_json():
     found = json.loads(
-        plan(DEMO, "parallel.tp=1", "training.batch_tokens=65536", "--devices", 1, "--device", "cpu", "--json")
+        plan(BOOKS, "parallel.tp=1", "training.batch_tokens=65536", "--devices", 1, "--device", "cpu", "--json")
     )
-    config = demo()
+    config = books()
     assert found["parameters"] == parameter_counts(config.model)
     assert found["flops_per_token"] == flops_per_token(config.model, config.data.sequence_length)
     assert found["devices"] == found["layout"]["dp"] == 1
@@ -75,7 +75,7 @@ def test_a_plan_as_json():
 
 
 def test_a_plan_in_words():
-    text = plan(DEMO, "parallel.pp=2", "--device", "a100")
+    text = plan(BOOKS, "parallel.pp=2", "--device", "a100")
     assert "stage 1" in text
     assert "sequences of 2,048" in text
     assert "fits: the fullest rank takes" in text
@@ -84,10 +84,10 @@ def test_a_plan_in_words():
 
 def test_recomputation_and_short_windows_take_less():
     """Of the same run; the time of recomputation is a forward more."""
-    config = demo()
+    config = books()
     whole = make_plan(config, 1, H100)
-    again = make_plan(demo("training.recompute=true"), 1, H100)
-    short = make_plan(demo("training.bptt_chunks=2"), 1, H100)
+    again = make_plan(books("training.recompute=true"), 1, H100)
+    short = make_plan(books("training.bptt_chunks=2"), 1, H100)
     assert again.total == pytest.approx(whole.switched_ranks[0].total)
     assert again.total < short.total < whole.total
     # memories have 1-gradient products
@@ -96,7 +96,7 @@ def test_recomputation_and_short_windows_take_less():
 
 def test_compute_is_flops_over_the_rate_of_the_device():
     """Operations that the layers run, against the formulas; attention's backward computes the scores once more."""
-    config = demo()
+    config = books()
     seconds = make_plan(config, 2, ARITHMETIC).time
     flops = flops_per_token(config.model, config.data.sequence_length)["training"] * config.training.batch_tokens / 2
     assert seconds.compute.total == pytest.approx(flops / 5e13, rel=0.05)
@@ -113,10 +113,10 @@ def test_two_ranks_share_the_work_and_sum_around_it(recompute, sums):
     of which recomputation of layers repeats the first, one for the embedding and one for the head. Recomputation of a
     part ends at what its last product reads."""
     local = ("parallel.tp=2", "model.memory=[]", "model.mixer=local_attention")
-    config = demo(*local, f"training.recompute={recompute}")
+    config = books(*local, f"training.recompute={recompute}")
     assert config.model.layers == 4
     seconds = make_plan(config, 1, ARITHMETIC).time
-    plain = make_plan(demo(*local, "training.recompute=false"), 1, ARITHMETIC).time
+    plain = make_plan(books(*local, "training.recompute=false"), 1, ARITHMETIC).time
     flops = flops_per_token(config.model, config.data.sequence_length)["training"]
     assert plain.compute.total == pytest.approx(flops * config.training.batch_tokens / 2 / 5e13, rel=0.05)
     assert seconds.compute.total <= plain.compute.total * 4 / 3, "a forward more, and no sum among the operations"
@@ -126,7 +126,7 @@ def test_two_ranks_share_the_work_and_sum_around_it(recompute, sums):
     assert seconds.tensor == pytest.approx(all_sums * (2 * summed / 2) / (ACHIEVED * 450e9))
     assert seconds.bubble == 0.0
     # where a sequence is split, what is computed again gathers its tokens first: half of a sum for each part
-    split = demo(*local, f"training.recompute={recompute}", "parallel.sequence_parallel=true")
+    split = books(*local, f"training.recompute={recompute}", "parallel.sequence_parallel=true")
     gathers = 0 if recompute == "false" else 2
     assert make_plan(split, 1, ARITHMETIC).time.tensor == pytest.approx(
         seconds.tensor * (all_sums + gathers) / all_sums
@@ -137,12 +137,12 @@ def test_each_sum_and_each_transfer_has_a_latency():
     """Beside its bytes: two sums a layer in each direction of each chunk, the embedding's and the head's; transfers."""
     late = ARITHMETIC.model_copy(update={"latency": 1.0})
     local = ("model.memory=[]", "model.mixer=local_attention")
-    config = demo("parallel.tp=2", *local)
+    config = books("parallel.tp=2", *local)
     chunks = config.training.batch_tokens // config.model.chunk_size // config.training.micro_batch_size
     sums = (4 * config.model.layers + 2) * chunks
     times = [make_plan(config, 1, machine).time.tensor for machine in (ARITHMETIC, late)]
     assert times[1] - times[0] == pytest.approx(sums)
-    piped = demo("parallel.pp=2", *local)
+    piped = books("parallel.pp=2", *local)
     early, slow = (make_plan(piped, 1, machine).time.bubble for machine in (ARITHMETIC, late))
     assert slow - early >= 2  # there and back at least once
 
@@ -152,7 +152,7 @@ def test_stages_wait_for_each_others_sums_too():
     embedding's sum forward on the first, the head's backward on the last. Transfers go between nodes."""
     slow = ARITHMETIC.model_copy(update={"link": 1e6, "per_node": 2})
     local = ("model.memory=[]", "model.mixer=local_attention")
-    config = demo("parallel.tp=2", "parallel.pp=2", "parallel.placement=[2, 2]", *local)
+    config = books("parallel.tp=2", "parallel.pp=2", "parallel.placement=[2, 2]", *local)
     seconds = make_plan(config, 1, slow).time
     sequences = config.training.batch_tokens // config.data.sequence_length // config.training.micro_batch_size
     assert seconds.tensor > 1000 * seconds.compute.total
@@ -167,7 +167,7 @@ def test_stages_wait_for_each_others_sums_too():
 def test_long_schedules_are_played_in_part(sequences, window):
     """The rest of a full pipeline takes what it takes its slowest stage; exact to a chunk's time."""
     overrides = ["parallel.pp=4", "parallel.dp=1", f"training.bptt_chunks={window}", "training.micro_batch_size=1"]
-    config = demo(*overrides, f"training.batch_tokens={sequences * 2048}", "data.sequence_length=2048")
+    config = books(*overrides, f"training.batch_tokens={sequences * 2048}", "data.sequence_length=2048")
     counts = tuple(place(config))
     layout = Layout(config, 1, counts)
     quiet = H100.model_copy(update={"link": 1e30, "network": 1e30, "latency": 0.0})
@@ -187,7 +187,7 @@ def test_long_uneven_schedules_with_transfers():
     """Chunks that cost more later on and slow links: a full pipeline's pace is still that of the whole schedule."""
     memory = "{kind: full_attention}"
     overrides = ["parallel.pp=4", "training.micro_batch_size=1", f"training.batch_tokens={32 * 4096}"]
-    config = demo(*overrides, "data.sequence_length=4096", "model.memory=[]", f"model.mixer={memory}")
+    config = books(*overrides, "data.sequence_length=4096", "model.memory=[]", f"model.mixer={memory}")
     counts = tuple(place(config))
     slow = ARITHMETIC.model_copy(update={"link": 1e8, "network": 1e8})
     work = StageWork(Activations.of_run(config), slow.reached)
@@ -212,7 +212,7 @@ def test_sums_between_nodes_use_all_cards_of_a_group():
 
 def test_zero3_gathers_as_often_as_deepspeed_lets_go():
     """Once a window while a model and a backward pass lie within 1e9 parameters, else for each chunk and pass."""
-    config = demo("parallel.zero_stage=3", "training.recompute=false", "training.micro_batch_size=1")
+    config = books("parallel.zero_stage=3", "training.recompute=false", "training.micro_batch_size=1")
     windows = config.accumulation_steps(2)
     rows = config.model.rows_per_chunk
     small, large = (
@@ -224,10 +224,10 @@ def test_zero3_gathers_as_often_as_deepspeed_lets_go():
 
 
 def test_streams_carry_the_states_of_all_micro_batches():
-    windows = make_plan(demo(), 1, H100)
-    streams = make_plan(demo("data.feeding=streams", "data.documents=pad"), 1, H100)
+    windows = make_plan(books(), 1, H100)
+    streams = make_plan(books("data.feeding=streams", "data.documents=pad"), 1, H100)
     carried = streams.ranks[0].peak.states - windows.ranks[0].peak.states
-    assert carried == (2 * demo().accumulation_steps(1) + 1) * sum(windows.states.values())
+    assert carried == (2 * books().accumulation_steps(1) + 1) * sum(windows.states.values())
 
 
 def test_even_stages_idle_as_the_formula_says():
@@ -238,14 +238,14 @@ def test_even_stages_idle_as_the_formula_says():
 
 def test_traffic_by_hand():
     """8 rows of 2,048 tokens, width 192, FP32: rings send twice (n - 1) / n of what is summed."""
-    config = demo("parallel.tp=2", "parallel.pp=2", "parallel.zero_stage=0", "training.recompute=false")
+    config = books("parallel.tp=2", "parallel.pp=2", "parallel.zero_stage=0", "training.recompute=false")
     rows = config.global_rows // 2
     hidden = rows * 2048 * 192 * 4
     first = traffic(config, range(2), 0, StageParameters(1_000, 1_000), 2, config.model.rows_per_chunk)
     assert first.tensor == (2 * 2 * 2 + 1) * 2 * hidden / 2  # two layers, two sums each way, the embedding's
     assert first.pipeline == hidden
     assert first.data == 2 * 4_000 / 2
-    again = demo("parallel.tp=2", "parallel.pp=2", "parallel.zero_stage=0", "training.recompute=true")
+    again = books("parallel.tp=2", "parallel.pp=2", "parallel.zero_stage=0", "training.recompute=true")
     # the first sum of each layer again
     repeated = traffic(again, range(2), 0, StageParameters(1_000, 1_000), 2, again.model.rows_per_chunk)
     assert repeated.tensor == (5 * 2 + 1) * 2 * hidden / 2
@@ -254,7 +254,7 @@ def test_traffic_by_hand():
 def test_rows_beside_the_tokens_travel_with_them():
     """2,048 tokens in chunks with 64 summary rows each: through layers and over the border, not into the embedding."""
     layout = ("parallel.tp=2", "parallel.pp=2", "parallel.zero_stage=0", "training.recompute=false")
-    config = demo(*layout, "model.memory=[]", "model.mixer={kind: melodi, form: rising, summaries: 64}")
+    config = books(*layout, "model.memory=[]", "model.mixer={kind: melodi, form: rising, summaries: 64}")
     tokens = config.global_rows // 2 * 2048 * 192 * 4
     hidden = tokens * (config.model.chunk_size + 64) // config.model.chunk_size
     first = traffic(config, range(2), 0, StageParameters(1_000, 1_000), 2, config.model.rows_per_chunk)
@@ -275,7 +275,7 @@ def test_states_are_split_into_fixed_and_banks():
 
 def test_a_search_finds_the_best_that_fits():
     """Against all layouts looked at one by one."""
-    config = demo()
+    config = books()
     small = H100.model_copy(update={"memory": 0.4e9, "reserve": 0.0, "per_node": 4})
     search = Search(config, 4, small)
     found = search.run(top=5)
@@ -295,7 +295,7 @@ def test_a_search_finds_the_best_that_fits():
 
 
 def test_configured_windows_come_first():
-    found = Search(demo(), 2, H100).run(top=100)
+    found = Search(books(), 2, H100).run(top=100)
     windows = [candidate.layout.config.bptt_chunks for candidate in found.best]
     assert windows == sorted(windows, reverse=True)
     assert len(set(windows)) > 1
@@ -310,13 +310,13 @@ def test_if_nothing_fits_the_least_is_said():
 
 
 def test_a_batch_that_does_not_divide():
-    text = plan(DEMO, "training.batch_tokens=2048", "training.micro_batch_size=1", "--devices", 56, "--search")
+    text = plan(BOOKS, "training.batch_tokens=2048", "training.micro_batch_size=1", "--devices", 56, "--search")
     assert "no layout: 1 sequences of a step (training.batch_tokens) on 56 devices" in text
 
 
 def test_a_search_in_words():
     """The table's cells are those of the JSON; the line below can be typed."""
-    arguments = (DEMO, "training.batch_tokens=65536", "parallel.dp=null", "--devices", 4, "--search")
+    arguments = (BOOKS, "training.batch_tokens=65536", "parallel.dp=null", "--devices", 4, "--search")
     found = json.loads(plan(*arguments, "--json"))
     text = plan(*arguments)
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
@@ -333,7 +333,7 @@ def test_a_search_in_words():
     words = text.replace("\n", " ")
     assert f"{found['possible']:,} layouts divide model and batch; bytes of {found['tried']} were looked at" in words
     overrides = re.search(r"the first: (.*)", words)[1].split()
-    first = load_config(RunConfig, DEMO, ["training.batch_tokens=65536", *overrides])
+    first = load_config(RunConfig, BOOKS, ["training.batch_tokens=65536", *overrides])
     best = found["layouts"][0]
     assert (first.parallel.pp, first.parallel.tp, first.parallel.dp) == (best["pp"], best["tp"], best["dp"])
     assert (first.training.recompute, first.bptt_chunks) == (best["recompute"], best["bptt_chunks"])
@@ -342,7 +342,7 @@ def test_a_search_in_words():
 def test_a_checkpoint_of_streams_holds_their_states():
     """12 bytes for each parameter, and what every row of the batch remembers; written by each node's disk."""
     for overrides, devices, nodes in (((), 1, 1), (("training.micro_batch_size=1",), 16, 2)):
-        config = demo("data.feeding=streams", "data.documents=pad", *overrides)
+        config = books("data.feeding=streams", "data.documents=pad", *overrides)
         made = make_plan(config, devices, machine("h100", devices))
         states = model_state_bytes(config.model, config.global_rows, torch.float32, 1, config.data.sequence_length)
         size = 12 * parameter_counts(config.model)["total"] + sum(states.values())
@@ -355,11 +355,11 @@ def test_a_checkpoint_of_streams_holds_their_states():
 @pytest.mark.parametrize(
     ("arguments", "kind", "said"),
     [
-        ((DEMO, "--device", "tpu"), ConfigError, "--device 'tpu' is not known; one of h100, h200, a100, cpu"),
-        ((DEMO, "--search"), ConfigError, "--search needs --devices N"),
-        ((DEMO, "--devices", 3, "parallel.tp=2", "parallel.dp=null"), LayoutError, "give a multiple of 2 devices"),
-        ((DEMO, "--devices", 10), LayoutError, "5 data-parallel ranks"),
-        ((DEMO, "--stages", 2), ConfigError, "a whole plan goes with --devices"),
+        ((BOOKS, "--device", "tpu"), ConfigError, "--device 'tpu' is not known; one of h100, h200, a100, cpu"),
+        ((BOOKS, "--search"), ConfigError, "--search needs --devices N"),
+        ((BOOKS, "--devices", 3, "parallel.tp=2", "parallel.dp=null"), LayoutError, "give a multiple of 2 devices"),
+        ((BOOKS, "--devices", 10), LayoutError, "5 data-parallel ranks"),
+        ((BOOKS, "--stages", 2), ConfigError, "a whole plan goes with --devices"),
     ],
 )
 def test_refusals(arguments, kind, said):
@@ -371,5 +371,5 @@ def test_refusals(arguments, kind, said):
 
 
 def test_devices_say_the_data_parallel_size():
-    assert data_parallel(demo("parallel.tp=2", "parallel.dp=null"), 8) == 4
-    assert data_parallel(demo("parallel.dp=2"), None) == 2
+    assert data_parallel(books("parallel.tp=2", "parallel.dp=null"), 8) == 4
+    assert data_parallel(books("parallel.dp=2"), None) == 2
