@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	DS_BUILD_OPS=0 $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch "$@"
 
-demo: install  ## Fetch the corpus, train tokenizer and model on two processes, print the result
+demo: install  ## Fetch books, train a model with a memory and one without on two processes, compare them
 	$(BIN)/megamem demo $(OVERRIDES)
 
 dist: install  ## Build the sdist, and the wheel from it, into dist/

@@ -93,8 +93,8 @@ def test_a_loss_reaches_the_weights_of_the_block(typed: Typed) -> None:
     assert all(parameter.grad is not None for parameter in made.parameters())
 
 
-def test_the_demo_runs_from_nothing_to_a_trained_model(tmp_path: Path) -> None:
-    """What `make demo` calls, in an empty folder and with the real corpus, but for a few steps of its 240."""
+def test_the_demo_runs_from_nothing_to_a_comparison(tmp_path: Path) -> None:
+    """What `make demo` calls, in an empty folder and with the real corpus, but for a few steps of its 500."""
     (called,) = re.findall(r"^demo: install.*\n\t\$\(BIN\)/(.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     called = called.removesuffix(" $(OVERRIDES)")
@@ -104,9 +104,21 @@ def test_the_demo_runs_from_nothing_to_a_trained_model(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
-    (run,) = (tmp_path / "runs").glob("demo-2*")
-    result = json.loads((run / "result.json").read_text())
-    assert result["steps"] == 2
-    # two steps leave the model near a uniform guess among 4,096 tokens
-    assert result["val_loss"] == pytest.approx(math.log(4096), rel=0.1)
-    assert (run / "evaluation.png").stat().st_size > 0
+    runs = tmp_path / "runs"
+    results = {}
+    for which in ("without", "memory"):
+        (run,) = runs.glob(f"demo-2*-{which}")
+        results[which] = json.loads((run / "result.json").read_text())
+        assert results[which]["steps"] == 2
+        # two steps leave the model near a uniform guess among 4,096 tokens
+        assert results[which]["val_loss"] == pytest.approx(math.log(4096), rel=0.1)
+        assert (run / "evaluation.png").stat().st_size > 0
+    (compared,) = runs.glob("demo-2*-comparison")
+    without, memory = json.loads((compared / "comparison.json").read_text())["models"]
+    assert memory["loss"] == pytest.approx(results["memory"]["beyond_first_chunk_loss"], rel=1e-12)
+    assert without["memory_gain"]["value"] == 0
+    (helped,) = runs.glob("demo-2*-remembered")
+    groups = json.loads((helped / "remembered.json").read_text())["groups"]
+    # read again, by another process: sums of the same losses in another order
+    assert groups[-1]["gain"] == pytest.approx(results["memory"]["memory_gain"], abs=1e-5)
+    assert f"{compared.relative_to(tmp_path)}/comparison.png" in ran.stdout
