@@ -32,7 +32,7 @@ def demo(
     from megamem.cli.remembered import remembered
 
     prepare(folder, vocab_size=VOCABULARY, workers=PROCESSES)
-    name, given = time.strftime("demo-%Y%m%d-%H%M%S"), overrides or []
+    name, given = time.strftime("demo-%m%d-%H%M"), overrides or []
     without = _train(config, folder, [f"name={name}-without", *given, *WITHOUT])
     memory = _train(config, folder, [f"name={name}-memory", *given])
     compare(without, [memory], out=memory.with_name(f"{name}-comparison"))

@@ -31,16 +31,20 @@ def with_error(estimate: Estimate) -> str:
 def comparison_table(found: Comparison) -> Table:
     """Return a table with a line for each model, the reference first."""
     table = Table(title=f"Held-out loss beyond the first {found.chunk_size:,} tokens, in nats per token")
-    table.add_column("model", no_wrap=True)
-    for name in ("loss", f"less that of {found.reference}", "documents that gain", "what the memory gives"):
-        table.add_column(name, justify="right")
+    table.add_column("model", overflow="fold")
+    for name in ("loss", "difference", "better in", "memory gives"):
+        table.add_column(name, justify="right", no_wrap=True)
     for model in found.models:
         is_reference = model is found.models[0]
         table.add_row(
             model.title, f"{model.loss:.3f}", "" if is_reference else with_error(model.difference),
             "" if is_reference else f"{model.better:,} of {found.documents:,}", with_error(model.memory_gain),
         )  # fmt: skip
-    table.caption = f"{found.tokens:,} tokens of {found.documents:,} documents; standard errors are over documents"
+    table.caption = (
+        f"difference: from the first line; {found.tokens:,} tokens of {found.documents:,} documents\n"
+        "memory gives: what the same model loses without its memory\n"
+        "standard errors are over documents, which are paired"
+    )
     return table
 
 
