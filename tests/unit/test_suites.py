@@ -77,8 +77,16 @@ class TestFigures:
         assert self.result(missing={"three": "gone"}).average is None, "a mean over other tasks cannot be compared"
         assert self.result(averaged=False).average is None
         assert self.result(independent=False).average_stderr is None
-        assert result.line() == "average 50.00 ± 2.50, step 7, 20 documents of each task"
+        assert result.line() == "average 50.00 ± 2.50, step 7, at most 20 documents of each task"
         assert suite_table(result).row_count == 3
+
+    def test_what_was_asked_is_said(self):
+        whole, few, part = self.result(limit=None, differs=""), self.result(), self.result(differs="only-arc-limit-20")
+        assert (whole.asked, few.asked) == ("", "at most 20 documents of each task")
+        assert part.asked == "asked only-arc-limit-20"
+        assert suite_table(whole).title == "commonsense: model"
+        assert suite_table(part).title == "commonsense: model, asked only-arc-limit-20"
+        assert part.line().endswith("step 7, asked only-arc-limit-20")
 
     def test_results_are_kept_in_the_run_s_folder(self, tmp_path):
         whole, part = self.result(limit=None, differs=""), self.result(differs="only-one-limit-20")

@@ -68,6 +68,13 @@ class SuiteResult:
             return None
         return math.sqrt(sum(error**2 for error in errors)) / len(errors)
 
+    @property
+    def asked(self) -> str:
+        """What was asked in the place of the whole suite, for people; nothing if empty."""
+        if self.differs in ("", f"limit-{self.limit}"):
+            return "" if self.limit is None else f"at most {self.limit} documents of each task"
+        return f"asked {self.differs}"
+
     def figures(self) -> dict[str, float]:
         """Return the single numbers by name, such as `commonsense.hellaswag.acc_norm` and `commonsense.average`."""
         found = {f"{self.suite}.{score.task}.{score.metric}": score.value for score in self.scores}
@@ -97,8 +104,8 @@ class SuiteResult:
         shown = shown or [(score.task, score.value, score.stderr) for score in self.scores[:3]]
         more = "" if self.average is not None or len(self.scores) <= 3 else f" and {len(self.scores) - 3} more"
         step = "" if self.step is None else f", step {self.step}"
-        limit = "" if self.limit is None else f", {self.limit} documents of each task"
-        return ", ".join(f"{name} {with_error(value, error)}" for name, value, error in shown) + more + step + limit
+        asked = f", {self.asked}" if self.asked else ""
+        return ", ".join(f"{name} {with_error(value, error)}" for name, value, error in shown) + more + step + asked
 
 
 def with_error(value: float, stderr: float | None) -> str:
@@ -108,8 +115,7 @@ def with_error(value: float, stderr: float | None) -> str:
 
 def suite_table(result: SuiteResult) -> Table:
     """Return a suite's table: a line for each task, one for the mean, and one for each task that is missing."""
-    limit = "" if result.limit is None else f", at most {result.limit} documents of each task"
-    table = Table(title=f"{result.suite}: {result.model}{limit}")
+    table = Table(title=f"{result.suite}: {result.model}{f', {result.asked}' if result.asked else ''}")
     for name in ("task", "metric"):
         table.add_column(name, no_wrap=True)
     for name in ("score", "documents"):
