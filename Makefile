@@ -24,7 +24,7 @@ OWN_TESTS := tests --ignore=tests/cluster --ignore=tests/package
 # three processes keep two cores busy: tests wait for each other's ranks. Files in the order of their folders: those that
 # take minutes, of few tests each, come before the many short ones
 SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
-# of the demo's configuration: `make demo OVERRIDES=training.steps=100` trains a tenth of its steps
+# of the demo's configuration: `make demo OVERRIDES=training.steps=50` trains a tenth of its steps
 OVERRIDES ?=
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off -qq
 

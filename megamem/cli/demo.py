@@ -11,14 +11,14 @@ import typer
 from megamem.cli.options import Overrides
 from megamem.cli.output import write_line
 
-VOCABULARY = 2048
+VOCABULARY = 4096
 PROCESSES = 2
 WITHOUT = ("model.mixer=local_attention", "model.memory=[]")
 """What makes a model without a memory of the demo's."""
 
 
 def demo(
-    folder: Annotated[Path, typer.Option(help="where corpus, tokenizer and shards go")] = Path("runs/demo-text"),
+    folder: Annotated[Path, typer.Option(help="where corpus, tokenizer and shards go")] = Path("runs/demo-data"),
     config: Annotated[Path, typer.Option(help="the run")] = Path("configs/recipes/demo.yaml"),
     overrides: Overrides = None,
 ) -> None:
