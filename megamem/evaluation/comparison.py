@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from megamem.errors import DataError
-from megamem.evaluation.reading import Float64
+from megamem.evaluation.reading import Bool, Float64
 from megamem.evaluation.recovered import ModelLosses, check_same, chunk_groups
 from megamem.evaluation.suites.result import ratio_and_error
 
@@ -105,7 +103,7 @@ def compare(reference: ModelLosses, models: Sequence[ModelLosses]) -> Comparison
     )
 
 
-def _compared(model: ModelLosses, base: ModelLosses, long: np.ndarray[Any, np.dtype[np.bool_]]) -> ComparedModel:
+def _compared(model: ModelLosses, base: ModelLosses, long: Bool) -> ComparedModel:
     # [D, C]: without the first chunks, and without documents that have no more
     nats, off, others, tokens = (
         table[long, 1:] for table in (model.nats, model.memory_off_nats, base.nats, base.tokens)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from megamem.evaluation.comparison import ComparedModel, Comparison, Estimate
-from megamem.evaluation.picture import GREY, add_grid, new_figure, png
+from megamem.evaluation.picture import GREY, add_position_axis, middle, new_figure, png
 from megamem.evaluation.report import write_new
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ def write_comparison(folder: Path, found: Comparison) -> None:
     write_new(folder, NUMBERS, found.to_dict(), {PICTURE: draw_comparison(found)})
 
 
-def with_error(estimate: Estimate) -> str:
+def shown_estimate(estimate: Estimate) -> str:
     """Write nats with their sign and standard error: `-0.058 ± 0.010`."""
     return f"{estimate.value:+.3f}" if estimate.stderr is None else f"{estimate.value:+.3f} ± {estimate.stderr:.3f}"
 
@@ -37,8 +36,8 @@ def comparison_table(found: Comparison) -> Table:
     for model in found.models:
         is_reference = model is found.models[0]
         table.add_row(
-            model.title, f"{model.loss:.3f}", "" if is_reference else with_error(model.difference),
-            "" if is_reference else f"{model.better:,} of {found.documents:,}", with_error(model.memory_gain),
+            model.title, f"{model.loss:.3f}", "" if is_reference else shown_estimate(model.difference),
+            "" if is_reference else f"{model.better:,} of {found.documents:,}", shown_estimate(model.memory_gain),
         )  # fmt: skip
     table.caption = (
         f"difference: from the first line; {found.tokens:,} tokens of {found.documents:,} documents\n"
@@ -54,13 +53,13 @@ def draw_comparison(found: Comparison) -> bytes:
     left, right = figure.subplots(1, 2)
     best = min(found.models[1:], key=lambda model: model.loss, default=found.models[0])
     figure.suptitle(
-        f"{best.title} less {found.reference}: {with_error(best.difference)} nats per token", fontsize=13,
+        f"{best.title} less {found.reference}: {shown_estimate(best.difference)} nats per token", fontsize=13,
         fontweight="bold",
     )  # fmt: skip
     _losses(left, found)
     _differences(right, found)
     for axes in (left, right):
-        _by_position(axes, found)
+        add_position_axis(axes, found.chunk_size)
     return png(figure)
 
 
@@ -107,15 +106,4 @@ def _color(number: int) -> str:
 
 def _places(model: ComparedModel) -> list[float]:
     """Return the geometric middle of each range of positions."""
-    return [math.sqrt(part.first * part.last) for part in model.by_position]
-
-
-def _by_position(axes: Axes, found: Comparison) -> None:
-    """Finish a panel whose x axis is the position in the document."""
-    from matplotlib.ticker import FuncFormatter
-
-    add_grid(axes)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    axes.set_xlabel(f"position in the document (chunks of {found.chunk_size:,} tokens)")
-    axes.legend(frameon=False, fontsize=9)
+    return [middle(part.first, part.last) for part in model.by_position]

@@ -53,6 +53,22 @@ def add_grid(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def add_position_axis(axes: Axes, chunk_size: int) -> None:
+    """Finish a panel whose x axis is the position in the document: a log scale, a grid and a legend."""
+    from matplotlib.ticker import FuncFormatter
+
+    add_grid(axes)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes.set_xlabel(f"position in the document (chunks of {chunk_size:,} tokens)")
+    axes.legend(frameon=False, fontsize=9)
+
+
+def middle(first: int, last: int) -> float:
+    """Return the geometric middle of a range of positions: where its mark stands on a log scale."""
+    return math.sqrt(first * last)
+
+
 def png(figure: Figure) -> bytes:
     """Return a figure's PNG."""
     data = io.BytesIO()

@@ -26,6 +26,7 @@ from megamem.pipeline.reader import ChunkReader
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
 Progress = Callable[[int, int], None]
 """Called on every rank after each call of the model with the calls made and the calls of the pass."""
 
@@ -219,7 +220,7 @@ class _Totals:
         chosen = to_device(slots, self.device)
         self.slots.index_add_(1, chosen, rows.sum(1))
         if len(self.tokens):
-            self.tokens[chosen] = losses.double().T
+            self.tokens[chosen] = rows[0].T
         buckets = torch.bucketize(self.offsets + to_device(begins, self.device), self.edges)
         # positions behind a document's end carry no loss; the last bucket takes them
         buckets.clamp_(max=len(self.host_edges) - 1)

@@ -81,7 +81,8 @@ class ModelLosses:
     def by_document(self) -> ModelLosses:
         """Return the same with the sums of each document's pieces added up."""
         names = tuple(dict.fromkeys(self.names))
-        rows = np.array([names.index(name) for name in self.names])
+        numbers = {name: number for number, name in enumerate(names)}
+        rows = np.array([numbers[name] for name in self.names])
 
         def joined(table: Float64) -> Float64:
             """Return sums [documents, C] of a table [D, C] of pieces."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from megamem.evaluation.picture import BLUE, GREEN, GREY, ORANGE, add_grid, new_figure, png
+from megamem.evaluation.picture import BLUE, GREEN, GREY, ORANGE, add_position_axis, middle, new_figure, png
 from megamem.evaluation.recovered import Interval, RecoveredReport, SharePart
 from megamem.evaluation.report import write_new
 
@@ -71,7 +70,7 @@ def draw_recovered(report: RecoveredReport) -> bytes:
     _losses(left, report)
     _shares(right, report)
     for axes in (left, right):
-        _by_position(axes, report)
+        add_position_axis(axes, report.chunk_size)
     return png(figure)
 
 
@@ -112,17 +111,6 @@ def _shares(axes: Axes, report: RecoveredReport) -> None:
     axes.set_title("0: attention within chunks, 1: full attention; bands of 95 %", fontsize=10)
 
 
-def _by_position(axes: Axes, report: RecoveredReport) -> None:
-    """Finish a panel whose x axis is the position in the document."""
-    from matplotlib.ticker import FuncFormatter
-
-    add_grid(axes)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    axes.set_xlabel(f"position in the document (chunks of {report.chunk_size:,} tokens)")
-    axes.legend(frameon=False, fontsize=9)
-
-
 def _places(parts: Sequence[SharePart]) -> list[float]:
     """Return the geometric middle of each range of positions."""
-    return [math.sqrt(part.first * part.last) for part in parts]
+    return [middle(part.first, part.last) for part in parts]

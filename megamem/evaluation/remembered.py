@@ -18,7 +18,7 @@ from torch import Tensor
 from megamem.data.batch import IGNORED, EvaluationDocument
 from megamem.errors import DataError
 from megamem.evaluation.evaluator import Evaluator
-from megamem.evaluation.reading import Float64, Int64, Progress
+from megamem.evaluation.reading import Bool, Float64, Int64, Progress
 from megamem.evaluation.suites.result import ratio_and_error
 
 FAR = 8
@@ -35,7 +35,7 @@ class RepeatedTokens:
     """Predicted tokens beyond the first chunks whose last occurrence lies in one range."""
 
     last_read: str
-    """Where: for people."""
+    """The range, as tables name it."""
     tokens: int
     loss: float
     """Nats per token, as the next three."""
@@ -84,7 +84,7 @@ def remembered(
     examples: int = 10,
     progress: Callable[[str], Progress] | None = None,
 ) -> RememberedReport:
-    """Read documents with the memory and without it, and tell whose tokens gain.
+    """Read documents with the memory and without it, and tell which tokens gain.
 
     Args:
         documents: in whole chunks.
@@ -114,7 +114,7 @@ def remembered(
 def last_read(tokens: Sequence[int], labels: Sequence[int], size: int) -> Int64:
     """Return for each label [T] how long ago the same token was last read: a distance in tokens, the next one being 1.
 
-    0: it stands in the label's own chunk too. -1: it has not been read in this document.
+    0: it was read in the chunk that is being read. -1: it has not been read in this document.
 
     Args:
         tokens: ids that are read, [T].
@@ -150,11 +150,11 @@ class _Document:
     @classmethod
     def of(cls, document: EvaluationDocument, loss: Float64, off: Float64, size: int) -> _Document:
         """Take losses [T] of a document's tokens."""
-        labels = _ids(document.labels)
-        distance = last_read(_ids(document.tokens), labels, size)
+        tokens, labels = _ids(document.tokens), _ids(document.labels)
+        distance = last_read(tokens, labels, size)
         places = np.array([place for place in range(size, len(labels)) if labels[place] != IGNORED], np.int64)
         return cls(
-            document.name, _ids(document.tokens), places, np.array(labels, np.int64)[places], distance[places],
+            document.name, tokens, places, np.array(labels, np.int64)[places], distance[places],
             loss[places], off[places],
         )  # fmt: skip
 
@@ -164,7 +164,7 @@ def _ids(tokens: Tensor) -> list[int]:
     return [int(token) for token in tokens.tolist()]
 
 
-def _ranges(size: int) -> list[tuple[str, Callable[[Int64], np.ndarray[Any, np.dtype[np.bool_]]]]]:
+def _ranges(size: int) -> list[tuple[str, Callable[[Int64], Bool]]]:
     """Return where a token can have been read last: names, and which distances they stand for."""
     near, far = 2 * size, FAR * size
     return [
@@ -177,9 +177,7 @@ def _ranges(size: int) -> list[tuple[str, Callable[[Int64], np.ndarray[Any, np.d
     ]
 
 
-def _group(
-    name: str, chosen: Callable[[Int64], np.ndarray[Any, np.dtype[np.bool_]]], documents: Sequence[_Document]
-) -> RepeatedTokens | None:
+def _group(name: str, chosen: Callable[[Int64], Bool], documents: Sequence[_Document]) -> RepeatedTokens | None:
     """Return the figures of chosen tokens; None where there are none."""
     masks = [chosen(document.distance) for document in documents]
     pairs = [(document, mask) for document, mask in zip(documents, masks, strict=True) if mask.any()]

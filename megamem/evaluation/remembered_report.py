@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from megamem.evaluation.comparison import Estimate
+from megamem.evaluation.comparison_report import shown_estimate
 from megamem.evaluation.picture import BLUE, GREY, add_grid, new_figure, png
 from megamem.evaluation.remembered import Example, RememberedReport
 from megamem.evaluation.report import write_new
@@ -37,10 +39,9 @@ def remembered_tables(found: RememberedReport) -> list[RenderableType]:
     for group in found.groups:
         if group is found.groups[-1]:
             gains.add_section()
-        error = "" if group.stderr is None else f" ± {group.stderr:.3f}"
         gains.add_row(
             group.last_read, f"{group.tokens:,}", f"{group.loss:.3f}", f"{group.memory_off_loss:.3f}",
-            f"{group.gain:+.3f}{error}",
+            shown_estimate(Estimate(group.gain, group.stderr)),
         )  # fmt: skip
     if not found.examples:
         return [gains]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from megamem.cli.main import app
 from megamem.errors import ConfigError, DataError
 from megamem.evaluation.comparison import Comparison, compare
-from megamem.evaluation.comparison_report import NUMBERS, PICTURE, comparison_table, with_error
+from megamem.evaluation.comparison_report import NUMBERS, PICTURE, comparison_table, shown_estimate
 from megamem.evaluation.recovered import ModelLosses
 from tests.unit.evaluation_helpers import CHUNK
 from tests.unit.test_recovered import LOCAL, MEMORY, TOKENS
@@ -91,7 +91,7 @@ def test_the_table_has_the_reference_first() -> None:
     found = compare(LOCAL, [MEMORY])
     columns = [list(column.cells) for column in comparison_table(found).columns]
     assert columns[0] == ["local", "memory"]
-    assert columns[2] == ["", with_error(found.models[1].difference)]
+    assert columns[2] == ["", shown_estimate(found.models[1].difference)]
     assert columns[3] == ["", "4 of 4"]
 
 
