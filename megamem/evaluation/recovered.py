@@ -31,12 +31,19 @@ DRAWS = 10_000
 """Draws of the bootstrap."""
 COVERED = (0.025, 0.975)
 """Quantiles of the draws that an interval lies between."""
+GAP = "recovered_gap"
+"""Figure: what full attention gains on attention within chunks, L_local - L_full, in nats per token."""
 _PIECE = re.compile(r", tokens [\d,]+ to [\d,]+$")
 """What the name of a piece has behind that of its document (`evaluation.sequence_length`)."""
 
 
 class NoGapError(DataError):
     """Full attention is no better than attention within chunks, so that there is nothing to recover."""
+
+    def __init__(self, message: str, gap: float) -> None:
+        """Keep the gap. gap: L_local - L_full in nats per token, not above zero."""
+        super().__init__(message)
+        self.gap = gap
 
 
 @dataclass(frozen=True)
@@ -173,13 +180,14 @@ class RecoveredReport:
     def figures(self) -> dict[str, float | None]:
         """Return the single numbers by the names that docs/evaluation.md explains."""
         total = self.beyond_first_chunk
-        return as_figures(
+        shares = as_figures(
             {
                 "recovered_share": total.recovered,
                 "memory_off_recovered_share": total.memory_off,
                 "memory_recovered_share": total.by_memory,
             }
         )
+        return {GAP: total.local_loss - total.full_loss, **shares}
 
 
 def as_figures(named: Mapping[str, Interval]) -> dict[str, float | None]:
@@ -207,7 +215,8 @@ def recovered_share(local: ModelLosses, full: ModelLosses, memory: ModelLosses, 
         beyond = sums.tokens.sum()
         raise NoGapError(
             f"{full.origin}: its loss beyond the first chunk, {sums.full.sum() / beyond:.4f}, is not below the "
-            f"{sums.local.sum() / beyond:.4f} of {local.origin}, so there is no gap to recover"
+            f"{sums.local.sum() / beyond:.4f} of {local.origin}, so there is no gap to recover",
+            gap=float(gap / beyond),
         )
     drawn = _draws(len(sums.tokens), draws)
     size, chunks = local.chunk_size, sums.tokens.shape[1]

@@ -17,7 +17,7 @@ from megamem.costs.parameters import parameter_counts
 from megamem.costs.state_bytes import model_state_bytes
 from megamem.errors import ConfigError
 from megamem.evaluation.metrics import read_points
-from megamem.evaluation.recovered import NoGapError, as_figures, read_losses, recovered_share, share_over_control
+from megamem.evaluation.recovered import GAP, NoGapError, as_figures, read_losses, recovered_share, share_over_control
 from megamem.evaluation.report import METRICS, REPORT
 from megamem.evaluation.suites.result import read_suites
 from megamem.runs.result import read_result
@@ -76,9 +76,9 @@ def records(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[Record]:
 
 
 def recovered_figures(against: RecoveredConfig | None, run: PlannedRun, runs: Sequence[PlannedRun]) -> dict[str, float]:
-    """Return the recovered shares of a run's model, with their intervals.
+    """Return the gap and what a run's model recovers of it, with intervals.
 
-    There are none before all models are evaluated, and where full attention is no better than local attention.
+    There is nothing before all models are evaluated, and the gap alone where full attention is no better than local.
 
     Args:
         against: where the other models' losses are.
@@ -94,8 +94,8 @@ def recovered_figures(against: RecoveredConfig | None, run: PlannedRun, runs: Se
     local, full, memory = map(read_losses, folders)
     try:
         shares = recovered_share(local, full, memory).figures()
-    except NoGapError:  # the runs are done, and have other figures
-        return {}
+    except NoGapError as error:  # the runs are done, and have other figures
+        return {GAP: error.gap}
     control = None if against.control is None else _folder(against.control, run, runs)
     if control is not None and (control / REPORT).exists():
         over = share_over_control(local, full, memory, read_losses(control))

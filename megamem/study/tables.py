@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import mean, stdev
 
 from megamem.errors import ConfigError
+from megamem.evaluation.recovered import GAP
 from megamem.study.collect import Record
 from megamem.study.config import EVALUATION, SEED, TRAINED, StudyConfig, TableConfig, evaluations_of, matches
 from megamem.study.grid import PlannedRun
@@ -15,6 +16,7 @@ from megamem.study.plots import Plot, Series
 from megamem.study.status import RunStatus
 
 NOT_FINITE, NOT_EVALUATED = "without a finite figure", "not evaluated"
+NO_GAP = "where full attention is no better than local"
 """Reasons why a seed of a finished run has no value."""
 
 
@@ -27,7 +29,8 @@ class Cell:
     seeds: tuple[str, ...]
     """The seeds of the values."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Planned seeds without a value, and the reason: the run's state, `NOT_FINITE` or `NOT_EVALUATED`."""
+    """Planned seeds without a value, and the reason: the run's state, `NOT_FINITE`, `NOT_EVALUATED` or
+    `NO_GAP`."""
     interval: tuple[float, float] | None = None
     """The interval that was measured with a single value (`FIGURE_low`, `FIGURE_high`), if any was."""
 
@@ -112,9 +115,11 @@ def cells(study: StudyConfig, table: TableConfig, statuses: Sequence[RunStatus],
                 ends = [f"{table.figure}_{side}" for side in ("low", "high")]
                 if all(end in record.figures for end in ends):
                     intervals.append((record.figures[ends[0]], record.figures[ends[1]]))
+            elif "recovered" in table.figure and record.figures.get(GAP, 1.0) <= 0:
+                missing[seed] = NO_GAP
             else:  # such as that of a run that diverged
                 missing[seed] = NOT_FINITE
-        if values or {"failed", NOT_FINITE} & set(missing.values()):
+        if values or {"failed", NOT_FINITE, NO_GAP} & set(missing.values()):
             interval = intervals[0] if len(values) == len(intervals) == 1 else None
             made[place] = Cell(tuple(values.values()), tuple(values), missing, interval)
     return made if table.against is None else differences(made, table.against)

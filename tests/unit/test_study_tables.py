@@ -137,7 +137,12 @@ def test_recovered_shares_are_figures_with_intervals(pair, tmp_path):
     assert "In brackets, where there is one seed, the interval of 95 % over documents." in note
     (tmp_path / "full" / "evaluation.json").write_text((narrow[0].folder / "evaluation.json").read_text())
     # full attention that is no better leaves no gap, and the runs their other figures
-    assert all("val_loss" in r.figures and "recovered_share" not in r.figures for r in records(study, narrow))
+    without = records(study, narrow)
+    assert all("val_loss" in r.figures and "recovered_share" not in r.figures for r in without)
+    # local and full attention read the same file
+    assert {r.figures["recovered_gap"] for r in without if r.evaluation == "trained" and r.run == "plain-narrow-3"} == {0}
+    (cell,) = [cell for (row, _), cell in cells(study, table, chosen, without).items() if row == "plain"]
+    assert str(cell) == "(0 of 1 seeds; 1 where full attention is no better than local)"
 
 
 def test_a_report_before_anything_has_run(tmp_path):
