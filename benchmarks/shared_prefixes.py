@@ -88,15 +88,25 @@ def measure(stage: Stage, quick: bool, turns: int, new_tokens: int) -> dict[str,
         "scored": lambda: evaluator.score(prompts, [8] * len(prompts)),
         "scored, each": lambda: score_each_alone(stage, prompts),
     }
-    times = interleaved(ways, turns, warmup=False)
-    texts = evaluator.continue_greedily(prompts, [new_tokens] * len(prompts))
-    once, each = evaluator.score(prompts, [8] * len(prompts)), score_each_alone(stage, prompts)
+    answers: dict[str, Any] = {}
+
+    def answering(name: str, way: Callable[[], object]) -> Callable[[], None]:
+        """Return the way as a call that keeps its answers: they are compared without being asked for again."""
+
+        def ask() -> None:
+            answers[name] = way()
+
+        return ask
+
+    times = interleaved({name: answering(name, way) for name, way in ways.items()}, turns, warmup=False)
+    pairs = zip(answers["scored"], answers["scored, each"], strict=True)
     return {
         "written": ratio(times["written, each"].processor, times["written"].processor),
         "written_one_by_one": ratio(times["written, one by one"].processor, times["written"].processor),
         "scored": ratio(times["scored, each"].processor, times["scored"].processor),
-        "same_texts": texts == each_alone(stage, prompts, new_tokens, QUESTIONS),
-        "largest_difference_nats": max(abs(a - b) for (a, _), (b, _) in zip(once, each, strict=True)),
+        "same_texts": answers["written"] == answers["written, each"],
+        "same_texts_one_by_one": answers["written"] == answers["written, one by one"],
+        "largest_difference_nats": max(abs(once - each) for (once, _), (each, _) in pairs),
     }
 
 
