@@ -76,8 +76,9 @@ def test_queries_that_see_everything(backend, mask, kv_heads):
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 4)])
-def test_merged_gradients(sizes):
-    query, key, value, past = make(4, sizes, 4)
+@pytest.mark.parametrize(("tokens", "kv_heads"), [(4, 4), (4, 2), (1, 2)])
+def test_merged_gradients(tokens, kv_heads, sizes):
+    query, key, value, past = make(tokens, sizes, kv_heads)
     leaves = [query, key, value, *(t for p in past for t in (p.key, p.value))]
     for leaf in leaves:
         leaf.requires_grad_()

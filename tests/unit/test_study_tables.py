@@ -140,7 +140,8 @@ def test_recovered_shares_are_figures_with_intervals(pair, tmp_path):
     without = records(study, narrow)
     assert all("val_loss" in r.figures and "recovered_share" not in r.figures for r in without)
     # local and full attention read the same file
-    assert {r.figures["recovered_gap"] for r in without if r.evaluation == "trained" and r.run == "plain-narrow-3"} == {0}
+    plain = [each for each in without if each.evaluation == "trained" and each.run == "plain-narrow-3"]
+    assert {each.figures["recovered_gap"] for each in plain} == {0}
     (cell,) = [cell for (row, _), cell in cells(study, table, chosen, without).items() if row == "plain"]
     assert str(cell) == "(0 of 1 seeds; 1 where full attention is no better than local)"
 

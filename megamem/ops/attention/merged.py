@@ -5,12 +5,16 @@ fall back to a full rectangular mask. One causal call for the own keys and one u
 wasted work. Softmax parts merge as out = sum_p exp(lse_p - lse) out_p with lse = logsumexp_p lse_p; and the kernel's
 backward, given the merged `out` and `lse`, recomputes exactly the merged probabilities of its own part.
 
-Letters of shapes: B batch rows, H heads, T queries, K keys of a part, D width of a head.
+Where several query heads share keys and values, a part that every query sees whole is not repeated for them: the heads
+of a group are read as further queries. Repeated keys of a long past would cost most of the time of writing a token.
+
+Letters of shapes: B batch rows, H query heads, G key/value heads, T queries, K keys of a part, D width of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -25,16 +29,16 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, *parts: Tensor) -> Tensor:
-        """Attend from query [B, H, T, D] to parts: key and value [B, H, K, D] of each part, the causal one last."""
+        """Attend from query [B, H, T, D] to parts: key and value [B, G, K, D] of each part, the causal one last."""
         last = len(parts) // 2 - 1
         outs, lses = [], []
         for i in range(last + 1):
-            out, lse = _forward(query, parts[2 * i], parts[2 * i + 1], 0.0, i == last)
+            out, lse = _attend(query, parts[2 * i], parts[2 * i + 1], causal=i == last)
             outs.append(out)
             lses.append(lse)
         lse = torch.stack(lses).logsumexp(0)
-        merged = sum(o.to(lse.dtype) * (part - lse).exp()[..., None] for o, part in zip(outs, lses, strict=True))
-        out = merged.to(query.dtype)
+        weighted = (o.to(lse.dtype) * (part - lse).exp()[..., None] for o, part in zip(outs, lses, strict=True))
+        out = reduce(torch.add, weighted).to(query.dtype)
         ctx.save_for_backward(query, out, lse, *parts)
         return out
 
@@ -46,8 +50,8 @@ class _Merged(torch.autograd.Function):
         grads: list[Tensor] = []
         grad_query: Tensor | None = None
         for i in range(last + 1):
-            g_query, g_key, g_value = _backward(
-                grad_out, query, parts[2 * i], parts[2 * i + 1], out, lse, 0.0, i == last
+            g_query, g_key, g_value = _gradients(
+                grad_out, query, parts[2 * i], parts[2 * i + 1], out, lse, causal=i == last
             )
             grad_query = g_query if grad_query is None else grad_query + g_query
             grads += (g_key, g_value)
@@ -55,13 +59,52 @@ class _Merged(torch.autograd.Function):
         return (grad_query, *grads)
 
 
+def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attend from query [B, H, T, D] to key, value [B, G, K, D]: the output, and the log-sum-exp [B, H, T]."""
+    groups = query.shape[1] // key.shape[1]
+    if groups == 1 or (causal and query.shape[2] > 1):
+        repeated = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+        out, lse = _forward(query, *repeated, 0.0, causal)
+        return out, lse
+    out, lse = _forward(_grouped(query, groups), key, value, 0.0, False)
+    return _heads_apart(out, groups), _heads_apart(lse, groups)
+
+
+def _gradients(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a part's gradients of query [B, H, T, D] and of key, value [B, G, K, D].
+
+    grad_out, out [B, H, T, D] and lse [B, H, T]: of all parts together.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups == 1 or (causal and query.shape[2] > 1):
+        repeated = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+        g_query, *of_heads = _backward(grad_out, query, *repeated, out, lse, 0.0, causal)
+        g_key, g_value = (g.unflatten(1, (-1, groups)).sum(2) if groups > 1 else g for g in of_heads)
+        return g_query, g_key, g_value
+    g_out, q, o, log = (_grouped(x, groups) for x in (grad_out, query, out, lse))
+    g_query, g_key, g_value = _backward(g_out, q, key, value, o, log, 0.0, False)
+    return _heads_apart(g_query, groups), g_key, g_value
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """Return x [B, H, T, ...] with the heads of each group as further queries: [B, G, groups T, ...]."""
+    return x.unflatten(1, (-1, groups)).flatten(2, 3)
+
+
+def _heads_apart(x: Tensor, groups: int) -> Tensor:
+    """Return x [B, G, groups T, ...] as [B, H, T, ...]: the inverse of `_grouped`."""
+    return x.unflatten(2, (groups, -1)).flatten(1, 2)
+
+
 def merged_attention(query: Tensor, parts: Sequence[tuple[Tensor, ...]]) -> Tensor:
     """Attend on the CPU from every query to all parts, in one softmax.
 
     Args:
         query: [B, H, T, D].
-        parts: (key, value), [B, H, K, D] each. The last part is causal and has as many keys as there are queries; the
-            others are seen whole.
+        parts: (key, value), [B, G, K, D] each, H a multiple of G. The last part is causal and has as many keys as there
+            are queries; the others are seen whole.
     Returns: [B, H, T, D].
     """
     out: Tensor = _Merged.apply(query, *(tensor for part in parts for tensor in part))

@@ -76,11 +76,8 @@ def attention(
         return _masked(query, key, value, past, fused=backend != "eager")
     # torch's CPU kernel has no causal mask for more keys than queries: one call per part
     if backend == "sdpa" and past and query.device.type == "cpu":
-        groups = query.shape[2] // key.shape[2]
         parts = [*((p.key, p.value) for p in past), (key, value)]
-        return _heads_last(
-            merged_attention(_heads_first(query), [tuple(map(_repeated(groups), part)) for part in parts])
-        )
+        return _heads_last(merged_attention(_heads_first(query), [tuple(map(_heads_first, part)) for part in parts]))
     if past:
         key = torch.cat([*(part.key for part in past), key])
         value = torch.cat([*(part.value for part in past), value])
