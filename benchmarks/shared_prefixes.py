@@ -88,17 +88,13 @@ def measure(stage: Stage, quick: bool, turns: int, new_tokens: int) -> dict[str,
         "scored": lambda: evaluator.score(prompts, [8] * len(prompts)),
         "scored, each": lambda: score_each_alone(stage, prompts),
     }
+    # each way leaves its answers behind: they are compared without being asked for again
     answers: dict[str, Any] = {}
-
-    def answering(name: str, way: Callable[[], object]) -> Callable[[], None]:
-        """Return the way as a call that keeps its answers: they are compared without being asked for again."""
-
-        def ask() -> None:
-            answers[name] = way()
-
-        return ask
-
-    times = interleaved({name: answering(name, way) for name, way in ways.items()}, turns, warmup=False)
+    calls: dict[str, Callable[[], object]] = {
+        name: lambda name=name, way=way: answers.update({name: way()})  # type: ignore[misc]
+        for name, way in ways.items()
+    }
+    times = interleaved(calls, turns, warmup=False)
     pairs = zip(answers["scored"], answers["scored, each"], strict=True)
     return {
         "written": ratio(times["written, each"].processor, times["written"].processor),

@@ -29,13 +29,18 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, *parts: Tensor) -> Tensor:
-        """Attend from query [B, H, T, D] to parts: key and value [B, G, K, D] of each part, the causal one last."""
+        """Attend from query [B, H, T, D] to parts: key and value [B, G, K, D] of each part, the causal one last.
+
+        The causal part has a key for each head, [B, H, T, D].
+        """
         last = len(parts) // 2 - 1
         outs, lses = [], []
         for i in range(last + 1):
-            out, lse = _attend(query, parts[2 * i], parts[2 * i + 1], causal=i == last)
-            outs.append(out)
-            lses.append(lse)
+            key, value = parts[2 * i : 2 * i + 2]
+            groups = query.shape[1] // key.shape[1]
+            out, lse = _forward(_grouped(query, groups), key, value, 0.0, i == last)
+            outs.append(_heads_apart(out, groups))
+            lses.append(_heads_apart(lse, groups))
         lse = torch.stack(lses).logsumexp(0)
         weighted = (o.to(lse.dtype) * (part - lse).exp()[..., None] for o, part in zip(outs, lses, strict=True))
         out = reduce(torch.add, weighted).to(query.dtype)
@@ -50,42 +55,15 @@ class _Merged(torch.autograd.Function):
         grads: list[Tensor] = []
         grad_query: Tensor | None = None
         for i in range(last + 1):
-            g_query, g_key, g_value = _gradients(
-                grad_out, query, parts[2 * i], parts[2 * i + 1], out, lse, causal=i == last
-            )
+            key, value = parts[2 * i : 2 * i + 2]
+            groups = query.shape[1] // key.shape[1]
+            g_out, q, o, log = (_grouped(x, groups) for x in (grad_out, query, out, lse))
+            g_query, g_key, g_value = _backward(g_out, q, key, value, o, log, 0.0, i == last)
+            g_query = _heads_apart(g_query, groups)
             grad_query = g_query if grad_query is None else grad_query + g_query
             grads += (g_key, g_value)
         assert grad_query is not None
         return (grad_query, *grads)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attend from query [B, H, T, D] to key, value [B, G, K, D]: the output, and the log-sum-exp [B, H, T]."""
-    groups = query.shape[1] // key.shape[1]
-    if groups == 1 or (causal and query.shape[2] > 1):
-        repeated = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
-        out, lse = _forward(query, *repeated, 0.0, causal)
-        return out, lse
-    out, lse = _forward(_grouped(query, groups), key, value, 0.0, False)
-    return _heads_apart(out, groups), _heads_apart(lse, groups)
-
-
-def _gradients(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a part's gradients of query [B, H, T, D] and of key, value [B, G, K, D].
-
-    grad_out, out [B, H, T, D] and lse [B, H, T]: of all parts together.
-    """
-    groups = query.shape[1] // key.shape[1]
-    if groups == 1 or (causal and query.shape[2] > 1):
-        repeated = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
-        g_query, *of_heads = _backward(grad_out, query, *repeated, out, lse, 0.0, causal)
-        g_key, g_value = (g.unflatten(1, (-1, groups)).sum(2) if groups > 1 else g for g in of_heads)
-        return g_query, g_key, g_value
-    g_out, q, o, log = (_grouped(x, groups) for x in (grad_out, query, out, lse))
-    g_query, g_key, g_value = _backward(g_out, q, key, value, o, log, 0.0, False)
-    return _heads_apart(g_query, groups), g_key, g_value
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
@@ -103,8 +81,8 @@ def merged_attention(query: Tensor, parts: Sequence[tuple[Tensor, ...]]) -> Tens
 
     Args:
         query: [B, H, T, D].
-        parts: (key, value), [B, G, K, D] each, H a multiple of G. The last part is causal and has as many keys as there
-            are queries; the others are seen whole.
+        parts: (key, value), [B, G, K, D] each, H a multiple of G. The last part is causal: [B, H, T, D], a key for each
+            query of each head. The others are seen whole.
     Returns: [B, H, T, D].
     """
     out: Tensor = _Merged.apply(query, *(tensor for part in parts for tensor in part))

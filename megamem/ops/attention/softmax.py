@@ -76,8 +76,9 @@ def attention(
         return _masked(query, key, value, past, fused=backend != "eager")
     # torch's CPU kernel has no causal mask for more keys than queries: one call per part
     if backend == "sdpa" and past and query.device.type == "cpu":
-        parts = [*((p.key, p.value) for p in past), (key, value)]
-        return _heads_last(merged_attention(_heads_first(query), [tuple(map(_heads_first, part)) for part in parts]))
+        seen_whole = [(_heads_first(part.key), _heads_first(part.value)) for part in past]
+        repeat = _repeated(query.shape[2] // key.shape[2])
+        return _heads_last(merged_attention(_heads_first(query), [*seen_whole, (repeat(key), repeat(value))]))
     if past:
         key = torch.cat([*(part.key for part in past), key])
         value = torch.cat([*(part.value for part in past), value])
