@@ -19,7 +19,7 @@ def compare(
 ) -> None:
     """Compare evaluated runs: losses beyond the first chunk, paired by document.
 
-    Reads the evaluation.json that `megamem train` and `megamem evaluate` leave in a run's folder.
+    Reads the evaluation.json that `megamem train` leaves in a run's folder and `megamem evaluate --out` in FOLDER.
     """
     from megamem.evaluation.comparison import compare as compare_losses
     from megamem.evaluation.comparison_report import PICTURE, comparison_table, write_comparison
