@@ -107,6 +107,7 @@ def list_runs(study: StudyPath, overrides: Overrides = None) -> None:
 
 def _planned(study: Path, overrides: list[str] | None) -> tuple[StudyConfig, list[PlannedRun]]:
     """Return the study and its runs, both checked."""
+    from megamem.study.collect import check_recovered
     from megamem.study.grid import load_study, planned_runs
     from megamem.study.tables import places
 
@@ -114,6 +115,7 @@ def _planned(study: Path, overrides: list[str] | None) -> tuple[StudyConfig, lis
     runs = planned_runs(settings)
     for table in settings.tables:
         places(settings, table, runs)
+    check_recovered(settings.recovered, runs)
     return settings, runs
 
 

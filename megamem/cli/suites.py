@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,11 @@ class Wanted:
     only: tuple[str, ...]
 
 
+def names(text: str | None) -> tuple[str, ...]:
+    """Return the names of `arc,piqa`."""
+    return tuple(name.strip() for name in text.split(",")) if text else ()
+
+
 def numbers(text: str | None) -> tuple[int, ...]:
     """Return the numbers of `4096,8192`. Raises ConfigError for other text."""
     parts = text.split(",") if text else []
@@ -71,33 +77,41 @@ def evaluate_suites(reader: Reader, names: Sequence[str], wanted: Wanted, as_jso
     """Run suites on a model; rank 0 keeps their results in the run's folder, and prints them."""
     from megamem.evaluation.run import Passes
     from megamem.evaluation.suites.registry import SUITES
-    from megamem.evaluation.suites.result import write_suite
     from megamem.evaluation.suites.run import choose_suites
     from megamem.training.devices import is_rank_0
 
     shown = console if is_rank_0() and not as_json else None
-    for suite in choose_suites(names, SUITES):
+    for suite in choose_suites(names, SUITES, wanted.only, wanted.lengths):
         with Passes(shown) as passes:
             opened, result = _evaluate(reader, suite, wanted, passes.named(suite.name))
-        if result is None or not is_rank_0():
+        if not is_rank_0():
             continue
-        path = None if opened.run is None else write_suite(opened.run, result)
+        path = _keep(opened, result)
         if as_json:
             write_json(result.to_dict())
         else:
             _show(result, path)
 
 
-def _evaluate(reader: Reader, suite: Suite, wanted: Wanted, progress: Progress) -> tuple[TaskModel, SuiteResult | None]:
-    """Run one suite; there is no result on ranks other than the first of a host."""
+def _evaluate(reader: Reader, suite: Suite, wanted: Wanted, progress: Progress) -> tuple[TaskModel, SuiteResult]:
+    """Run one suite; rank 0 keeps what is known after each task."""
     from megamem.evaluation.suites.base import UNBOUNDED, Setting
     from megamem.evaluation.suites.run import open_suite
+    from megamem.training.devices import is_rank_0
 
     opened = reader.open(UNBOUNDED if suite.whole else None, progress)
     setting = Setting(
         opened.encode, opened.decode, wanted.data, wanted.lengths, wanted.limit, wanted.only, reader.max_length
     )
-    return opened, open_suite(suite, setting).run(opened.model, opened.title, opened.step)
+    keep = partial(_keep, opened) if is_rank_0() else None
+    return opened, open_suite(suite, setting).run(opened.model, opened.title, opened.step, keep)
+
+
+def _keep(opened: TaskModel, result: SuiteResult) -> Path | None:
+    """Keep a result in the run's folder, and return where; nowhere if the model is of no run."""
+    from megamem.evaluation.suites.result import write_suite
+
+    return None if opened.run is None else write_suite(opened.run, result)
 
 
 def _show(result: SuiteResult, path: Path | None) -> None:

@@ -6,7 +6,8 @@ requests have in common once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -20,6 +21,8 @@ from tokenization.tokenizer import Tokenizer
 
 MAX_NEW_TOKENS = 256
 """lm-eval's default."""
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""lm-eval's names of the same setting; the first that is given counts."""
 
 
 class HarnessModel(TemplateLM):
@@ -96,28 +99,27 @@ class HarnessModel(TemplateLM):
 
         Raises: ConfigError where a window holds no more than what is written.
         """
-        settings = [request.args[1] for request in requests]
-        stops = [_stop_strings(each) for each in settings]
-        limits = [int(each.get("max_gen_toks", MAX_NEW_TOKENS)) for each in settings]
-        if max(limits, default=0) >= self.max_length:
+        asked = [_Writing.of(request.args[1], index) for index, request in enumerate(requests)]
+        most = max((each.limit for each in asked), default=0)
+        if most >= self.max_length:
             raise ConfigError(
-                f"--max-length {self.max_length}: leaves no token for prompts, as a task writes up to {max(limits)}"
+                f"--max-length {self.max_length}: leaves no token for prompts, as a task writes up to {most}"
             )
         prompts = [
-            self.tok_encode(request.args[0])[-(self.max_length - limit) :] or [self.prefix_token_id]
-            for request, limit in zip(requests, limits, strict=True)
+            self.tok_encode(request.args[0])[-(self.max_length - each.limit) :] or [self.prefix_token_id]
+            for request, each in zip(requests, asked, strict=True)
         ]
 
         def holds(index: int, tokens: list[int]) -> bool:
             """Return whether the text of new tokens holds a stop string of their request."""
-            text = self.words.decode(tokens) if stops[index] else ""
-            return any(stop in text for stop in stops[index])
+            text = self.words.decode(tokens) if asked[index].stops else ""
+            return any(stop in text for stop in asked[index].stops)
 
-        greedy = [index for index, each in enumerate(settings) if not _temperature(each)]
+        greedy = [index for index, each in enumerate(asked) if not each.sampling.temperature]
         found: dict[int, list[int]] = {}
         written = self.evaluator.continue_greedily(
             [prompts[index] for index in greedy],
-            [limits[index] for index in greedy],
+            [asked[index].limit for index in greedy],
             end_token=self.eot_token_id,
             stop=lambda row, tokens: holds(greedy[row], tokens),
             progress=self.progress,
@@ -126,12 +128,12 @@ class HarnessModel(TemplateLM):
         for index in set(range(len(requests))) - set(greedy):
             (found[index],) = self.evaluator.generate(
                 [prompts[index]],
-                limits[index],
-                sampling=Sampling(temperature=_temperature(settings[index])),
+                asked[index].limit,
+                sampling=asked[index].sampling,
                 end_token=self.eot_token_id,
                 stop=lambda _, tokens, index=index: holds(index, tokens),  # type: ignore[misc]
             )
-        answers = [self._answer(found[index], stops[index]) for index in range(len(requests))]
+        answers = [self._answer(found[index], asked[index].stops) for index in range(len(requests))]
         for request, answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, answer)
         return answers
@@ -144,12 +146,29 @@ class HarnessModel(TemplateLM):
         return text
 
 
-def _stop_strings(settings: dict[str, Any]) -> list[str]:
-    """Return the strings that end an answer, of lm-eval's settings of a request."""
-    stops = settings.get("until") or []
-    return [stops] if isinstance(stops, str) else list(stops)
+@dataclass(frozen=True)
+class _Writing:
+    """How the continuation of a request is written."""
 
+    stops: tuple[str, ...]
+    """Strings that end it."""
+    limit: int
+    """New tokens at most."""
+    sampling: Sampling
 
-def _temperature(settings: dict[str, Any]) -> float:
-    """Return the temperature that tokens are drawn with; 0 where the likeliest is taken."""
-    return float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], seed: int) -> _Writing:
+        """Read lm-eval's settings of a request as its own models do. seed: another one for each request."""
+        stops = settings.get("until") or ()
+        draws = settings.get("do_sample")
+        limits = [settings[name] for name in _LIMITS if settings.get(name) is not None]
+        return cls(
+            stops=(stops,) if isinstance(stops, str) else tuple(stops),
+            limit=int(limits[0]) if limits else MAX_NEW_TOKENS,
+            sampling=Sampling(
+                temperature=0.0 if draws is False else float(settings.get("temperature", 1.0 if draws else 0.0)),
+                top_k=settings.get("top_k") or None,
+                top_p=float(settings.get("top_p", 1.0)),
+                seed=seed,
+            ),
+        )

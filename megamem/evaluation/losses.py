@@ -218,12 +218,12 @@ def loss_report(documents: Sequence[EvaluationDocument], sums: Sums, size: int) 
         ),
         first_chunk_loss=mean(by_chunk[:, 0]),
         beyond_first_chunk_loss=mean(by_chunk[:, 1:].sum(1)),
-        text_sha256=_text_sha256(documents),
+        text_sha256=text_sha256(documents),
         documents=tuple(_document_loss(document, table) for document, table in zip(documents, tables, strict=True)),
     )
 
 
-def _text_sha256(documents: Sequence[EvaluationDocument]) -> str:
+def text_sha256(documents: Sequence[EvaluationDocument]) -> str:
     """Return the hash of all tokens and labels [T] of documents, whose lengths are part of it."""
     found = hashlib.sha256()
     for document in documents:

@@ -34,7 +34,11 @@ COVERED = (0.025, 0.975)
 GAP = "recovered_gap"
 """Figure: what full attention gains on attention within chunks, L_local - L_full, in nats per token."""
 _PIECE = re.compile(r", tokens [\d,]+ to [\d,]+$")
-"""What the name of a piece has behind that of its document (`evaluation.sequence_length`)."""
+
+
+def document_of(name: str) -> str:
+    """Return the name of a document: that of a piece is followed by where it lies (`evaluation.sequence_length`)."""
+    return _PIECE.sub("", name)
 
 
 class NoGapError(DataError):
@@ -47,11 +51,11 @@ class NoGapError(DataError):
 
 
 @dataclass(frozen=True)
-class ModelLosses:
-    """Held-out losses of one model, as an evaluation keeps them."""
+class MeasuredModel:
+    """A model, and the text that its losses are measured on."""
 
     origin: str
-    """Where they come from, for messages."""
+    """Where it or its losses lie, for messages."""
     title: str
     """The model's name, for people."""
     chunk_size: int
@@ -59,6 +63,12 @@ class ModelLosses:
     """Hash of the tokenizer's vocabulary, if it is known."""
     text_sha256: str
     """Hash of the tokens."""
+
+
+@dataclass(frozen=True)
+class ModelLosses(MeasuredModel):
+    """Held-out losses of one model, as an evaluation keeps them."""
+
     names: tuple[str, ...]
     """Names of the documents; of pieces, that of the document they come from."""
     nats: Float64
@@ -79,7 +89,7 @@ class ModelLosses:
             chunk_size=result["chunk_size"],
             tokenizer=result["tokenizer"],
             text_sha256=losses["text_sha256"],
-            names=tuple(_PIECE.sub("", document["name"]) for document in documents),
+            names=tuple(document_of(document["name"]) for document in documents),
             nats=_padded([document["chunk_nats"] for document in documents]),
             tokens=_padded([document["chunk_tokens"] for document in documents]),
             memory_off_nats=_padded([document["chunk_nats"] for document in off]),
@@ -251,8 +261,8 @@ def share_over_control(
     return recovered_share(local, full, other, draws).beyond_first_chunk.by_memory
 
 
-def check_same(ours: ModelLosses, theirs: ModelLosses) -> None:
-    """Raise ConfigError where two models were not measured on the same tokens in the same chunks."""
+def check_same(ours: MeasuredModel, theirs: MeasuredModel) -> None:
+    """Raise ConfigError where two models are not measured on the same tokens in the same chunks."""
     pair = f"{theirs.origin} and {ours.origin}"
     if ours.tokenizer != theirs.tokenizer:
         hashes = [(own or "no tokenizer")[:12] for own in (theirs.tokenizer, ours.tokenizer)]
@@ -267,7 +277,7 @@ def check_same(ours: ModelLosses, theirs: ModelLosses) -> None:
         )
     if ours.text_sha256 != theirs.text_sha256:
         raise ConfigError(
-            f"{pair}: were not evaluated on the same text; both need the same data.validation, "
+            f"{pair}: are not evaluated on the same text; both need the same data.validation, "
             "evaluation.sequence_length and evaluation.final_max_tokens"
         )
 

@@ -19,6 +19,7 @@ from megamem.data.batch import IGNORED, EvaluationDocument
 from megamem.errors import DataError
 from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.reading import Bool, Float64, Int64, Progress
+from megamem.evaluation.recovered import document_of
 from megamem.evaluation.suites.result import ratio_and_error
 
 FAR = 8
@@ -105,7 +106,7 @@ def remembered(
         raise DataError(f"held-out text: no document is longer than a chunk of {size} tokens")
     return RememberedReport(
         chunk_size=size,
-        documents=len(read),
+        documents=len({document_of(document.name) for document in read}),
         groups=tuple(group for name, chosen in _ranges(size) if (group := _group(name, chosen, read)) is not None),
         examples=tuple(_examples(read, decode, examples, size)),
     )
@@ -135,7 +136,7 @@ def last_read(tokens: Sequence[int], labels: Sequence[int], size: int) -> Int64:
 
 @dataclass(frozen=True)
 class _Document:
-    """Predicted tokens of one document behind its first chunk, [N]."""
+    """Predicted tokens of one document, or of a piece of one, behind its first chunk, [N]."""
 
     name: str
     tokens: list[int]
@@ -188,8 +189,13 @@ def _group(name: str, chosen: Callable[[Int64], Bool], documents: Sequence[_Docu
         sum(float(getattr(document, what)[mask].sum()) for document, mask in pairs) / sum(counts)
         for what in ("loss", "off")
     )
-    gains = [float((document.off - document.loss)[mask].sum()) for document, mask in pairs]
-    return RepeatedTokens(name, int(sum(counts)), loss, off, *ratio_and_error(gains, counts))
+    # pieces of one document are no independent draws
+    sums: dict[str, list[float]] = {}
+    for (document, mask), count in zip(pairs, counts, strict=True):
+        row = sums.setdefault(document_of(document.name), [0.0, 0.0])
+        row[0] += float((document.off - document.loss)[mask].sum())
+        row[1] += count
+    return RepeatedTokens(name, int(sum(counts)), loss, off, *ratio_and_error(*zip(*sums.values(), strict=True)))
 
 
 def _examples(

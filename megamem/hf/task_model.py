@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from checkpoints.location import FOLDER
 from megamem.errors import ConfigError
 from megamem.hf.trained import is_exported, open_trained
 
@@ -35,8 +36,6 @@ class TaskModel:
     """Text of token ids."""
     title: str
     """Its name, for people."""
-    length: int
-    """Tokens of the texts it was trained on."""
     step: int | None
     """Optimizer steps it has learned for; None where nobody knows."""
     run: Path | None
@@ -85,7 +84,6 @@ def open_task_model(
         lambda text: [int(token) for token in words.encode(text)],
         lambda tokens: words.decode(list(tokens)),
         trained.title,
-        length,
         None if checkpoint is None else checkpoint.step,
         run_folder_of(path),
     )
@@ -108,10 +106,9 @@ def tokenizer_of(trained: TrainedRun | ExportedModel | ImportedModel) -> Tokeniz
 
 def run_folder_of(path: Path) -> Path | None:
     """Return the folder of the run that a checkpoint lies in, or that `path` is; None where there is none."""
-    for folder in (path, path.parent.parent):
-        if (folder / "config.yaml").is_file() and (folder / "environment.json").is_file():
-            return folder
-    return None
+    folder = path.parent.parent if path.parent.name == FOLDER else path
+    written = all((folder / name).is_file() for name in ("config.yaml", "environment.json"))
+    return folder if written else None
 
 
 def _read_by_transformers(
@@ -138,6 +135,5 @@ def _read_by_transformers(
         return ids
 
     return TaskModel(
-        model, encode, lambda tokens: str(tokenizer.decode(list(tokens))), f"{path.name}, by transformers", length,
-        None, None,
-    )  # fmt: skip
+        model, encode, lambda tokens: str(tokenizer.decode(list(tokens))), f"{path.name}, by transformers", None, None
+    )

@@ -191,8 +191,13 @@ def _device(wanted: str | None) -> torch.device:
             f"parallel: {processes} processes on a machine with {torch.cuda.device_count()} CUDA device(s); "
             "start at most one process per device"
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    # the number of a device is for a process by itself; ranks of a job have one each
+    number = torch.device(wanted or "cuda").index if processes == 1 else None
+    if number is not None and number >= torch.cuda.device_count():
+        raise LayoutError(f"parallel.device: {wanted}: there are {torch.cuda.device_count()} CUDA device(s)")
+    chosen = local_rank if number is None else number
+    torch.cuda.set_device(chosen)
+    return torch.device("cuda", chosen)
 
 
 class DeepSpeedGroups:

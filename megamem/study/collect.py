@@ -70,7 +70,7 @@ def records(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[Record]:
             if (result := figures(run, evaluation, change)) is not None:
                 labels = {**run.labels, EVALUATION: evaluation}
                 numbers = {name: value for name, value in _numbers(result).items() if name != "tokens"}
-                own = {**shares, **suite_figures(run.folder)} if evaluation == TRAINED else {}
+                own = {**shares, **suite_figures(run.folder, trained.steps)} if evaluation == TRAINED else {}
                 found.append(Record(run.name, labels, {**numbers, **planned, **own}))
     return found
 
@@ -88,41 +88,68 @@ def recovered_figures(against: RecoveredConfig | None, run: PlannedRun, runs: Se
     """
     if against is None:
         return {}
-    folders = [_folder(named, run, runs) for named in (against.local, against.full)] + [run.folder]
-    if not all((folder / REPORT).exists() for folder in folders):
+    folders = [_evaluated(named, run, runs) for named in (against.local, against.full, run.labels)]
+    losses = [read_losses(folder) for folder in folders if folder is not None]
+    if len(losses) < len(folders):
         return {}
-    local, full, memory = map(read_losses, folders)
+    local, full, memory = losses
     try:
         shares = recovered_share(local, full, memory).figures()
     except NoGapError as error:  # the runs are done, and have other figures
         return {GAP: error.gap}
-    control = None if against.control is None else _folder(against.control, run, runs)
-    if control is not None and (control / REPORT).exists():
+    control = None if against.control is None else _evaluated(against.control, run, runs)
+    if control is not None:
         over = share_over_control(local, full, memory, read_losses(control))
         shares |= as_figures({"recovered_over_control": over})
     return {name: value for name, value in shares.items() if value is not None}
 
 
-def _folder(named: Path | Mapping[str, str], run: PlannedRun, runs: Sequence[PlannedRun]) -> Path:
+def check_recovered(against: RecoveredConfig | None, runs: Sequence[PlannedRun]) -> None:
+    """Raise ConfigError where a study lacks a run that others are measured against, before any is trained."""
+    for named in () if against is None else (against.local, against.full, against.control):
+        if isinstance(named, Mapping):
+            for run in runs:
+                _reference(named, run, runs)
+
+
+def _evaluated(named: Path | Mapping[str, str], run: PlannedRun, runs: Sequence[PlannedRun]) -> Path | None:
     """Return the folder of an evaluation: the given one, or that of the run whose labels differ as `named` says.
+
+    None where there is no evaluation, or none of the run as the study has it now. Raises: as `_reference`.
+    """
+    if isinstance(named, Path):
+        folder = named
+    else:
+        other = _reference(named, run, runs)
+        if figures(other, TRAINED, None) is None:
+            return None
+        folder = other.folder
+    return folder if (folder / REPORT).exists() else None
+
+
+def _reference(named: Mapping[str, str], run: PlannedRun, runs: Sequence[PlannedRun]) -> PlannedRun:
+    """Return the run whose labels differ from those of `run` as `named` says.
 
     Raises: ConfigError where the study has no such run.
     """
-    if isinstance(named, Path):
-        return named
     wanted = {**run.labels, **named}
     for other in runs:
         if other.labels == wanted:
-            return other.folder
+            return other
     raise ConfigError(f"recovered: {run.name} is compared with {describe(wanted)}, which the study leaves out")
 
 
-def suite_figures(folder: Path) -> dict[str, float]:
+def suite_figures(folder: Path, step: int) -> dict[str, float]:
     """Return the figures of the suites that a run's model was asked, such as `commonsense.average`.
 
     Of several of one name those of whole suites count, then those of the most documents.
+
+    Args:
+        folder: of the run.
+        step: steps of the trained model: results of earlier checkpoints do not count.
     """
-    found = sorted(read_suites(folder), key=lambda suite: (not suite.differs, suite.limit or math.inf))
+    found = [suite for suite in read_suites(folder) if suite.step == step]
+    found.sort(key=lambda suite: (not suite.differs, suite.limit or math.inf))
     return {name: value for suite in found for name, value in suite.figures().items()}
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from megamem.files import write_bytes, write_json
 from megamem.study.collect import records, write_table
 from megamem.study.config import StudyConfig
 from megamem.study.curves import loss_plots
@@ -28,7 +28,7 @@ def write_report(study: StudyConfig) -> tuple[str, Path]:
     found, statuses = records(study, runs), run_statuses(study, runs)
     rows, table_data, law_data = [record.row for record in found], list[dict[str, object]](), list[dict[str, object]]()
     # records first: they stay if a table or a law fails
-    _write_json(folder / RECORDS, {"records": rows, "tables": [], "laws": []})
+    write_json(folder / RECORDS, {"records": rows, "tables": [], "laws": []})
     write_table(study, found, folder)
     texts, tables, laws = [], [], []
     for table in study.tables:
@@ -45,12 +45,7 @@ def write_report(study: StudyConfig) -> tuple[str, Path]:
     for plot in [*(plot for section in (*tables, *laws) for plot in section.plots), *curves]:
         draw_png(plot, folder / f"{plot.name}.png")
     text = "\n".join(texts)
-    (folder / TABLES).write_text(text, encoding="utf-8")
-    _write_json(folder / RECORDS, {"records": rows, "tables": table_data, "laws": law_data})
-    (folder / PAGE).write_text(page(study, tables, laws, curves, statuses, found), encoding="utf-8")
+    write_bytes(folder / TABLES, text.encode())
+    write_json(folder / RECORDS, {"records": rows, "tables": table_data, "laws": law_data})
+    write_bytes(folder / PAGE, page(study, tables, laws, curves, statuses, found).encode())
     return text, folder
-
-
-def _write_json(path: Path, data: dict[str, object]) -> None:
-    """Write data as indented JSON."""
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

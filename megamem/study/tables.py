@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, stdev
+from typing import get_args
 
+from megamem.config.evaluation import SuiteName
 from megamem.errors import ConfigError
 from megamem.evaluation.recovered import GAP
 from megamem.study.collect import Record
@@ -117,12 +119,19 @@ def cells(study: StudyConfig, table: TableConfig, statuses: Sequence[RunStatus],
                     intervals.append((record.figures[ends[0]], record.figures[ends[1]]))
             elif "recovered" in table.figure and record.figures.get(GAP, 1.0) <= 0:
                 missing[seed] = NO_GAP
+            elif _needs_more(table.figure, record):
+                missing[seed] = NOT_EVALUATED
             else:  # such as that of a run that diverged
                 missing[seed] = NOT_FINITE
         if values or {"failed", NOT_FINITE, NO_GAP} & set(missing.values()):
             interval = intervals[0] if len(values) == len(intervals) == 1 else None
             made[place] = Cell(tuple(values.values()), tuple(values), missing, interval)
     return made if table.against is None else differences(made, table.against)
+
+
+def _needs_more(figure: str, record: Record) -> bool:
+    """Return whether a figure takes an evaluation that has not been made: of a suite, or of a model to compare with."""
+    return figure.split(".")[0] in get_args(SuiteName) or ("recovered" in figure and GAP not in record.figures)
 
 
 def differences(found: Cells, reference: str) -> Cells:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from megamem.config.load import read_yaml
 from megamem.config.yaml_text import to_yaml
 from megamem.errors import RunFolderError
-from megamem.files import try_lock
+from megamem.files import try_lock, write_bytes
 from megamem.runs.folder import held
 from megamem.runs.result import RESULT, read_result
 from megamem.study.config import TRAINED, Changes, StudyConfig, evaluations_of
@@ -142,8 +142,7 @@ def tasks(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[tuple[Task, li
     planned = []
     for run in runs:
         config = config_file(study, run)
-        config.parent.mkdir(parents=True, exist_ok=True)
-        config.write_text(to_yaml(plain(run.tree)), encoding="utf-8")
+        write_bytes(config, to_yaml(plain(run.tree)).encode())
         training = Task(run, TRAINED, ["train", str(config)], log_file(study, run, TRAINED))
         after = [
             Task(run, name, evaluation_command(run, change), log_file(study, run, name), change)

@@ -14,9 +14,10 @@ from megamem.data.batch import EvaluationDocument
 from megamem.data.feeder import HeldOutDocuments
 from megamem.errors import ConfigError
 from megamem.evaluation.evaluator import Evaluator
+from megamem.evaluation.losses import text_sha256
 from megamem.evaluation.memory_length import LengthCurve, LengthLoss, length_fields
 from megamem.evaluation.probe import memory_components
-from megamem.evaluation.recovered import ModelLosses, RecoveredReport, recovered_share
+from megamem.evaluation.recovered import MeasuredModel, ModelLosses, RecoveredReport, check_same, recovered_share
 from megamem.evaluation.remembered import RememberedReport, remembered
 from megamem.evaluation.result import EvaluationResult
 from megamem.evaluation.run import Passes, final_documents, final_evaluation
@@ -95,8 +96,10 @@ def evaluate_recovered(
         dtype: of the weights.
         device: where models are read with.
         console: where a progress bar is shown for each model; none if not given.
-    Raises: as `evaluate_run` and `recovered_share`.
+    Raises: as `evaluate_run` and `recovered_share`, before anything is read where texts differ.
     """
+    for other in (local, full):
+        check_same(other if isinstance(other, ModelLosses) else _measured(other), _measured(memory))
     topology = Topology.start(device=str(device))
     with Passes(console) as passes:
         base, whole = (
@@ -127,19 +130,36 @@ def evaluate_remembered(
         return remembered(evaluator, chosen, tokenizer.decode, examples, passes.named)
 
 
-def _model_losses(run: Trained, dtype: torch.dtype, topology: Topology, passes: Passes, *, off: bool) -> ModelLosses:
-    """Read held-out text with a model. off: with the memory off, too."""
+def _documents(run: Trained) -> list[EvaluationDocument]:
+    """Return what the evaluation of a trained model reads."""
     tokenizer = open_tokenizer(run.config)
     counter = TextCounter(tokenizer.token_bytes()) if tokenizer else None
-    documents = final_documents(held_out_text(run), run.config, counter)
+    return final_documents(held_out_text(run), run.config, counter)
+
+
+def _measured(run: Trained) -> MeasuredModel:
+    """Return what a model's losses will be measured on."""
+    tokenizer = open_tokenizer(run.config)
+    return MeasuredModel(
+        origin=run.origin,
+        title=run.title,
+        chunk_size=run.config.model.chunk_size,
+        tokenizer=None if tokenizer is None else tokenizer.vocabulary_hash,
+        text_sha256=text_sha256(_documents(run)),
+    )
+
+
+def _model_losses(run: Trained, dtype: torch.dtype, topology: Topology, passes: Passes, *, off: bool) -> ModelLosses:
+    """Read held-out text with a model. off: with the memory off, too."""
+    measured, documents = _measured(run), _documents(run)
     evaluator = Evaluator(run.load(dtype, topology.device), topology, run.config.evaluation.rows)
     losses = evaluator.losses(documents, progress=passes.named(run.title))
     without = losses
     if off:
         without = evaluator.losses(documents, forget=True, progress=passes.named(f"{run.title}, off"))
     result = {
-        "chunk_size": run.config.model.chunk_size,
-        "tokenizer": None if tokenizer is None else tokenizer.vocabulary_hash,
+        "chunk_size": measured.chunk_size,
+        "tokenizer": measured.tokenizer,
         "losses": losses.to_dict(),
         "memory": {"memory_off_documents": without.to_dict()["documents"]},
     }
@@ -178,9 +198,7 @@ def evaluate_lengths(
     curves = []
     with Passes(console) as passes:
         for model, run, as_trained in zip(models, opened, trained, strict=True):
-            tokenizer = open_tokenizer(run.config)
-            counter = TextCounter(tokenizer.token_bytes()) if tokenizer else None
-            documents = final_documents(held_out_text(run), run.config, counter)
+            documents = _documents(run)
             first = first or (run.origin, documents)
             _check_same(run.origin, documents, *first)
             chunk, fields = run.config.model.chunk_size, length_fields(run.config.model, run.origin)

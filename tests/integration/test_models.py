@@ -283,7 +283,7 @@ class TestTasks:
         (shared,) = map(json.loads, by_two_processes("evaluate", run, *common).splitlines())
         assert shared["scores"] == found[0]["scores"]
         found[0] = shared
-        assert json.loads((run / "suites" / "recall-only-drop.json").read_text()) == found[0]
+        assert json.loads((run / "suites" / "recall-only-drop-step-6.json").read_text()) == found[0]
         shown = json.loads(invoke("status", run, "--json").splitlines()[-1])
         assert shown["suites"] == [found[0]]
         assert "suite recall" in invoke("status", run)
@@ -309,7 +309,9 @@ class TestTasks:
         asked = [record for record in records if "recall.drop_2048.contains" in record]
         assert [record["step"] for record in asked] == [3, 6]
         final = json.loads((folder / "result.json").read_text())["recall.drop_2048.contains"]
-        assert json.loads((folder / "suites" / "recall-only-drop.json").read_text())["scores"][0]["value"] == final
+        assert (
+            json.loads((folder / "suites" / "recall-only-drop-step-6.json").read_text())["scores"][0]["value"] == final
+        )
 
     def test_bad_input(self, run, exported, tmp_path):
         assert "no such task" in refused("evaluate", run, "--tasks", "telepathy")

@@ -6,7 +6,8 @@ from typer.testing import CliRunner
 
 from megamem.cli.compute import compute_device, compute_dtype
 from megamem.cli.main import app
-from megamem.errors import ConfigError
+from megamem.errors import ConfigError, LayoutError
+from megamem.parallel.topology import _device as topology_device
 
 
 def test_types_by_name():
@@ -50,3 +51,40 @@ def test_a_path_with_brackets_is_printed_as_it_is(tmp_path):
     assert result.exit_code == 0, result.output
     assert f"picture: {path}" in result.output.replace("\n", "")
     assert path.is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--limit", "20"], "--limit: is for --suite and --tasks, not for held-out losses"),
+        (["--rows", "2"], "--rows: is for --suite and --tasks, not for held-out losses"),
+        (["--transformers"], "--transformers: is for --suite and --tasks, not for held-out losses"),
+        (["--only", "arc"], "--only: is for --suite, not for held-out losses"),
+        (["--tasks", "piqa", "--lengths", "512"], "--lengths: is for --suite, not for --tasks"),
+        (["--tasks", "piqa", "--data", "."], "--data: is for --suite, not for --tasks"),
+        (["--suite", "ruler", "--include-path", "."], "--include-path: is for --tasks, not for --suite"),
+        (["--suite", "ruler", "--out", "x"], "--out: is for held-out losses, not for --suite"),
+        (["--suite", "ruler", "--tasks", "piqa"], "--suite and --tasks: give one of them"),
+        (["a.b=1", "--suite", "ruler"], "a.b=1: overrides are for held-out losses, not for --suite and --tasks"),
+    ],
+)
+def test_options_that_say_nothing_are_refused(tmp_path, options, message):
+    result = CliRunner().invoke(app, ["evaluate", str(tmp_path / "nowhere"), *options])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == message
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "number"), [("cuda:1", 1, 1), ("cuda", 1, 0), (None, 1, 0), ("cuda:1", 2, 0), ("cuda", 2, 0)]
+)
+def test_the_number_of_a_device_counts_in_a_process_by_itself(monkeypatch, wanted, ranks, number):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert topology_device(wanted) == torch.device("cuda", number)
+    assert chosen == [number]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(LayoutError, match=r"parallel\.device: cuda:2: there are 2 CUDA device\(s\)"):
+        topology_device("cuda:2")

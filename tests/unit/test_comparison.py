@@ -80,7 +80,7 @@ def test_pieces_of_a_document_are_one_draw() -> None:
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(ConfigError, match="were not evaluated on the same text"):
+    with pytest.raises(ConfigError, match="are not evaluated on the same text"):
         compare(LOCAL, [replace(MEMORY, text_sha256="other")])
     short = replace(LOCAL, nats=LOCAL.nats[:, :1], tokens=TOKENS[:, :1], memory_off_nats=LOCAL.nats[:, :1])
     with pytest.raises(DataError, match="no document is longer than a chunk"):

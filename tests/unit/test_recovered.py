@@ -110,7 +110,7 @@ def test_beyond_a_control_differences_are_paired_by_document() -> None:
     assert found.low < found.share < found.high
     assert found.high - found.low < 0.3 * (shares[0].high - shares[0].low)
     assert share_over_control(LOCAL, FULL, MEMORY, MEMORY) == Interval(0.0, 0.0, 0.0)
-    with pytest.raises(ConfigError, match="runs/control and runs/local: were not evaluated on the same text"):
+    with pytest.raises(ConfigError, match="runs/control and runs/local: are not evaluated on the same text"):
         share_over_control(LOCAL, FULL, MEMORY, replace(control, text_sha256="other", origin="runs/control"))
 
 
@@ -188,7 +188,7 @@ def test_positions_without_a_gap_have_no_share() -> None:
         (
             {"text_sha256": "other"},
             ConfigError,
-            "were not evaluated on the same text; both need the same data.validation",
+            "are not evaluated on the same text; both need the same data.validation",
         ),
         (
             {"nats": LOCAL.nats},
@@ -281,3 +281,19 @@ def test_three_models_read_the_same_text(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.tokens == sum(max(text.predicted_tokens - CHUNK, 0) for text in texts)
     assert math.isfinite(found.memory_off_loss)
     assert found.memory_off_loss != found.memory_loss
+
+
+class Unread(Model):
+    """A model that nobody may read with."""
+
+    def load(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Stage:
+        raise AssertionError("texts differ, so nothing is to be read")
+
+
+def test_other_texts_are_found_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {"full_attention": documents(50), "infini_attention": documents(49)}
+    monkeypatch.setattr(held_out, "held_out_documents", lambda config: texts[config.model.mixer.kind])
+    local, memory = (Unread(model(kind).config, kind) for kind in ("full_attention", "infini_attention"))
+    for pair in ((local, memory), (replace(LOCAL, tokenizer=None), local)):
+        with pytest.raises(ConfigError, match="are not evaluated on the same text; both need the same data"):
+            evaluate_recovered(pair[0], pair[0], pair[1], torch.float64, CPU)

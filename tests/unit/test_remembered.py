@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,21 @@ def test_groups_are_means_of_their_tokens_with_errors_over_documents() -> None:
         rests = [sum(gain - mean for number, gain in gains if number == own) for own in numbers]
         spread = math.sqrt(sum(rest**2 for rest in rests) / (len(rests) - 1))
         assert group.stderr == pytest.approx(math.sqrt(len(rests)) * spread / len(gains), rel=1e-6)
+
+
+def test_pieces_of_a_document_are_no_draws_of_their_own() -> None:
+    """Two pieces count as their document: one draw, of all their tokens."""
+    names = ["a, tokens 1 to 64", "b", "a, tokens 65 to 128", "c"]
+    pieces = [replace(text, name=name) for text, name in zip(TEXTS, names, strict=True)]
+    evaluator = Evaluator(make_stage("elastic_memory"), rows=ROWS)
+    report, whole = remembered(evaluator, pieces, decode), remembered(evaluator, TEXTS, decode)
+    assert (report.documents, whole.documents) == (2, 3)
+    gains = naive_groups("elastic_memory")["all"]
+    mean = sum(gain for _, gain in gains) / len(gains)
+    rests = [sum(gain - mean for number, gain in gains if number in own) for own in ({0, 2}, {1})]
+    error = math.sqrt(2) * math.sqrt(sum(rest**2 for rest in rests)) / len(gains)
+    assert report.groups[-1].stderr == pytest.approx(error, rel=1e-6)
+    assert report.groups[-1].gain == whole.groups[-1].gain
 
 
 def test_examples_were_read_before_their_chunk_and_have_a_text_before_them() -> None:

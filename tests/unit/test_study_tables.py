@@ -13,9 +13,10 @@ import yaml
 from megamem.cli import study as cli_study
 from megamem.config.load import parse_config
 from megamem.errors import ConfigError
-from megamem.runs.result import RunResult, write_result
+from megamem.evaluation.suites.result import SuiteResult, TaskScore, write_suite
+from megamem.runs.result import RunResult, read_result, write_result
 from megamem.study import tasks as processes
-from megamem.study.collect import records
+from megamem.study.collect import records, suite_figures
 from megamem.study.config import StudyConfig
 from megamem.study.grid import load_study, planned_runs
 from megamem.study.plots import matplotlib_figure
@@ -125,7 +126,14 @@ def test_recovered_shares_are_figures_with_intervals(pair, tmp_path):
         for end in ("", "_low", "_high") if record.evaluation == "trained" else ():
             share = record.figures[f"recovered_share{end}"]
             assert record.figures[f"recovered_over_control{end}"] == pytest.approx(share, abs=1e-15)
+    # a reference that goes on learning is none, as long as it does
+    result = read_result(narrow[0].folder)
+    write_result(narrow[0].folder, replace(result, steps=narrow[0].config.training.steps - 1))
+    fewer = records(study, narrow)
+    assert {each.run for each in fewer if "recovered_share" in each.figures} == {"plain-narrow-4", "memory-narrow-4"}
     table = study.tables[0].model_copy(update={"figure": "recovered_share", "paper": {}})
+    assert cells(study, table, states, fewer)["memory", "narrow"].missing == {"3": "not evaluated"}
+    write_result(narrow[0].folder, result)
     chosen = [state for state in states if state.run.labels["seed"] == "3" and state.run.labels["width"] == "narrow"]
     (cell,) = [cell for (row, _), cell in cells(study, table, chosen, found).items() if row == "memory"]
     assert cell.interval == (pytest.approx(0.25), pytest.approx(0.25)), "all documents win as much"
@@ -144,6 +152,32 @@ def test_recovered_shares_are_figures_with_intervals(pair, tmp_path):
     assert {each.figures["recovered_gap"] for each in plain} == {0}
     (cell,) = [cell for (row, _), cell in cells(study, table, chosen, without).items() if row == "plain"]
     assert str(cell) == "(0 of 1 seeds; 1 where full attention is no better than local)"
+
+
+def test_runs_to_compare_with_are_looked_for_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "COMMAND", ["false"])
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(PAIR_RUN))
+    tree = {**PAIR, "folder": str(tmp_path / "studies"), "recovered": {"local": {"model": "plain"}, "full": "x"}}
+    tree |= {"skip": [{"model": ["plain"]}], "tables": []}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    with pytest.raises(
+        ConfigError, match=r"recovered: memory-\S+ is compared with .*plain.*which the study leaves out"
+    ):
+        cli_study.run(tmp_path / "study.yaml")
+    assert not list(tmp_path.glob("studies/*/journal.jsonl"))
+
+
+def test_suites_count_for_the_model_they_were_asked_of(pair):
+    study, _, _ = pair
+    run = planned_runs(study)[0]
+    score = TaskScore("arc_easy", "acc", 40.0, 3.0, 20)
+    for step, value in ((4, 40.0), (2, 30.0)):
+        scores = (replace(score, value=value),)
+        write_suite(
+            run.folder, SuiteResult("commonsense", "m", scores, {}, None, averaged=True, seconds=1.0, step=step)
+        )
+    assert suite_figures(run.folder, 4) == {"commonsense.arc_easy.acc": 40.0}
+    assert suite_figures(run.folder, 5) == {}, "the model has learned since"
 
 
 def test_a_report_before_anything_has_run(tmp_path):

@@ -17,7 +17,6 @@ pytest.importorskip("lm_eval")
 from megamem.cli.suites import DATA, NAMES
 from megamem.config.evaluation import SuiteName, TasksConfig
 from megamem.errors import ConfigError, DataError, DependencyError
-from megamem.evaluation.harness import HarnessModel
 from megamem.evaluation.suites.babilong import BABILONG
 from megamem.evaluation.suites.base import generated_task, open_definition, read_documents
 from megamem.evaluation.suites.commonsense import COMMONSENSE, METRICS, PERPLEXITY
@@ -90,11 +89,16 @@ class TestFigures:
 
     def test_results_are_kept_in_the_run_s_folder(self, tmp_path):
         whole, part = self.result(limit=None, differs=""), self.result(differs="only-one-limit-20")
-        for result in (part, self.result(), whole):
+        earlier = self.result(limit=None, differs="", step=3, seconds=9.0)
+        for result in (part, self.result(), whole, earlier):
             write_suite(tmp_path, result)
-        assert read_suites(tmp_path) == [self.result(), part, whole]
-        (tmp_path / "suites" / "commonsense.json").write_text("{}")
-        assert read_suites(tmp_path) == [self.result(), part]
+        assert {path.name for path in (tmp_path / "suites").iterdir()} == {
+            "commonsense-only-one-limit-20-step-7.json", "commonsense-limit-20-step-7.json", "commonsense-step-7.json",
+            "commonsense-step-3.json",
+        }  # fmt: skip
+        assert read_suites(tmp_path) == [whole, self.result(), part], "of several steps the last one"
+        (tmp_path / "suites" / "commonsense-step-7.json").write_text("{}")
+        assert read_suites(tmp_path) == [earlier, self.result(), part]
 
     def test_what_a_setting_leaves_out(self, tmp_path):
         assert setting_of(tmp_path).differs == ""
@@ -106,15 +110,15 @@ class TestRecall:
     def test_prompts_of_each_form(self, tmp_path):
         setting = setting_of(tmp_path)
         keyed = {"text": "Rome. Mayor: Bo.\nSummary of information above: x\nmayor:", "key": "mayor", "value": "Bo"}
-        assert prompt_of(keyed, SETS["swde"], None, setting) == "Rome. Mayor: Bo. Mayor:"
+        assert prompt_of(keyed, SETS["swde"], 2048, setting) == "Rome. Mayor: Bo. Mayor:"
         asked = {"context": "[PAR] The sky is blue.", "question": "The sky is", "answers": ["blue"]}
-        assert prompt_of(asked, SETS["triviaqa"], None, setting) == "The sky is blue. The sky is"
+        assert prompt_of(asked, SETS["triviaqa"], 2048, setting) == "The sky is blue. The sky is"
         lines = {"context": "The sky is blue.", "question": "\nQuestion: What is blue?\nAnswer:", "answers": ["sky"]}
-        assert prompt_of(lines, SETS["squad"], None, setting) == "The sky is blue.\nQuestion: What is blue?\nAnswer:"
+        assert prompt_of(lines, SETS["squad"], 2048, setting) == "The sky is blue.\nQuestion: What is blue?\nAnswer:"
         whole = {"text": "The sky is blue. The sky is ", "value": "blue"}
-        assert prompt_of(whole, SETS["squad"], None, setting) == "The sky is blue. The sky is"
+        assert prompt_of(whole, SETS["squad"], 2048, setting) == "The sky is blue. The sky is"
         published = {**whole, "context": "The sky is blue.", "question": "What is blue?", "answers": ["sky"]}
-        assert prompt_of(published, SETS["squad"], None, setting) == "The sky is blue. The sky is"
+        assert prompt_of(published, SETS["squad"], 2048, setting) == "The sky is blue. The sky is"
 
     def test_contexts_are_cut_around_the_answer(self, tmp_path):
         setting = setting_of(tmp_path)
@@ -150,8 +154,13 @@ class TestRecall:
             (tmp_path / "recall" / f"{name}.jsonl").write_text(text)
         suite = open_suite(RECALL, setting_of(tmp_path, lengths=(512, 1024), limit=6, only=("drop_512", "nq")))
         model = Scripted(answer=lambda prompt: " CAT1, and more")
-        result = suite.run(model, "scripted", 3)
+        kept = []
+        result = suite.run(model, "scripted", 3, kept.append)
         assert [score.task for score in result.scores] == ["drop_512", "nq_512", "nq_1024"]
+        assert [(len(each.scores), each.missing) for each in kept] == [
+            (1, {"nq_512": "not asked yet", "nq_1024": "not asked yet"}), (2, {"nq_1024": "not asked yet"}),
+        ]  # fmt: skip
+        assert (result.missing, result.independent) == ({}, False)
         assert [score.value for score in result.scores] == pytest.approx([100 / 6] * 3)
         assert result.scores[0].stderr == pytest.approx(100 * np.std([1, 0, 0, 0, 0, 0], ddof=1) / math.sqrt(6))
         assert model.requests[0] == (
@@ -170,6 +179,23 @@ class TestRecall:
         (tmp_path / "recall" / "drop.jsonl").write_text('{"context": "a"}\nnothing\n')
         with pytest.raises(DataError, match=r"drop\.jsonl:2: is no JSON object"):
             read_documents(tmp_path / "recall" / "drop.jsonl")
+
+    @pytest.mark.parametrize(
+        ("document", "length", "message"),
+        [
+            ({"context": "a", "answers": ["c"]}, 512, r"drop: .*drop\.jsonl: a document without 'question'"),
+            ({"context": "a", "question": "b"}, 512, r"drop: .*drop\.jsonl: a document without 'value'"),
+            ({"context": "a", "question": "b", "answers": "Paris"}, 512, r"answers: 'Paris' is no list of texts"),
+            ({"context": "a", "question": "b", "answers": {"text": ["c"]}}, 512, r"answers: .* is no list of texts"),
+            ({"context": "a", "question": "b", "answers": [" "]}, 512, r"drop\.jsonl: no document has an answer"),
+            ({"context": "a", "question": "b", "answers": ["c"]}, 50, r"50 tokens have no room for a context; give"),
+        ],
+    )
+    def test_what_cannot_be_asked_is_said_in_a_line(self, tmp_path, document, length, message):
+        (tmp_path / "recall").mkdir()
+        (tmp_path / "recall" / "drop.jsonl").write_text(json.dumps(document))
+        with pytest.raises(DataError, match=message):
+            open_suite(RECALL, setting_of(tmp_path, lengths=(length,), only=("drop",)))
 
 
 class TestKnownTasks:
@@ -214,6 +240,22 @@ class TestKnownTasks:
     def test_no_task_of_the_name(self, folder):
         with pytest.raises(ConfigError, match="suite commonsense: no task begins with chess"):
             open_suite(COMMONSENSE, setting_of(folder, only=("chess",)))
+        assert choose_suites(["commonsense", "ruler"], SUITES, ["arc", "niah_single_1_512"], [512]) == [
+            COMMONSENSE,
+            RULER,
+        ]
+        with pytest.raises(ConfigError, match="only pica: no task of commonsense begins so; there is lambada_openai"):
+            choose_suites(["commonsense"], SUITES, ["arc", "pica"])
+
+    def test_lengths_are_nothing_to_tasks_without_them(self, folder):
+        suite = open_suite(COMMONSENSE, setting_of(folder, lengths=(512,), only=("arc",)))
+        assert suite.setting.differs == "only-arc"
+
+    def test_a_task_without_the_suite_s_metric(self, folder):
+        form = yaml.safe_load((folder / "piqa.yaml").read_text())
+        (folder / "piqa.yaml").write_text(yaml.safe_dump({**form, "metric_list": [{"metric": "acc_norm"}]}))
+        suite = open_suite(COMMONSENSE, setting_of(folder))
+        assert suite.missing == {"piqa": "piqa: its metric_list lacks acc, the suite's metric"}
 
 
 @pytest.fixture
@@ -273,7 +315,9 @@ def test_ruler_is_asked_and_scored(tmp_path):
 
 
 def test_ruler_needs_texts(tmp_path):
-    with pytest.raises(DataError, match=r"ruler: no texts to hide needles in; put them as \*\.txt in .*haystack"):
+    with pytest.raises(
+        DataError, match=r"haystack: no texts to hide needles or stories in; put them as \*\.txt in .*haystack"
+    ):
         open_suite(RULER, setting_of(tmp_path, lengths=(1024,), limit=1, only=("niah_single_2",)))
 
 
@@ -307,9 +351,8 @@ def test_the_commands_names_are_those_of_the_configuration():
     assert TasksConfig().folder == DATA
 
 
-def test_a_window_has_to_leave_tokens_for_prompts(tmp_path):
-    """Otherwise a prompt would be cut to nothing."""
-    asked = types.SimpleNamespace(args=("What is wet?", {"until": ["\n"], "max_gen_toks": 48}))
-    model = HarnessModel(types.SimpleNamespace(), setting_of(tmp_path), 48)
-    with pytest.raises(ConfigError, match="--max-length 48: leaves no token for prompts, as a task writes up to 48"):
-        model.generate_until([asked])
+def test_texts_that_are_no_utf8(tmp_path):
+    write_haystack(tmp_path)
+    (tmp_path / "haystack" / "latin.txt").write_bytes("Käse".encode("latin-1"))
+    with pytest.raises(DataError, match=r"haystack/latin\.txt: cannot be read as UTF-8 text"):
+        open_suite(RULER, setting_of(tmp_path, lengths=(1024,), limit=1, only=("niah_single_2",)))

@@ -92,14 +92,14 @@ def story_task(name: str, line: str, length: int, setting: Setting) -> Task:
     )
 
 
-def _lines(setting: Setting) -> Sequence[SuiteTask]:
+def _lines(lengths: Sequence[int]) -> Sequence[SuiteTask]:
     """Return a line for each task and length."""
     lines = []
     for name in STORIES:
-        for length in setting.lengths or LENGTHS:
+        for length in lengths:
             line = f"babilong_{name}_{length}"
             lines.append(SuiteTask(line, "acc", partial(story_task, name, line, length)))
     return lines
 
 
-BABILONG = Suite("babilong", "questions about stories hidden in a book", _lines, lengths=LENGTHS, whole=True)
+BABILONG = Suite("babilong", _lines, lengths=LENGTHS, whole=True)

@@ -35,7 +35,7 @@ class Setting:
     data: Path = TasksConfig().folder
     """Folder of `megamem tasks fetch`, and of data sets of one's own."""
     lengths: tuple[int, ...] = ()
-    """Tokens of contexts, where a suite asks at several lengths; the suite's own if empty."""
+    """Tokens of contexts, where a suite has such lengths; the suite's own if empty."""
     limit: int | None = None
     """Documents of each task; all if None."""
     only: tuple[str, ...] = ()
@@ -72,12 +72,10 @@ class Suite:
     """Tasks that a paper's table puts side by side."""
 
     name: str
-    title: str
-    """What it is, for people."""
-    tasks: Callable[[Setting], Sequence[SuiteTask]]
-    """Its tasks under a setting."""
+    tasks: Callable[[Sequence[int]], Sequence[SuiteTask]]
+    """Its tasks for contexts of so many tokens."""
     lengths: tuple[int, ...] = ()
-    """Tokens of contexts where none are given; empty where texts have their own."""
+    """Tokens of contexts where none are given; empty where texts have their own, and nothing else is asked for."""
     averaged: bool = True
     """Whether the mean over its tasks is a figure."""
     whole: bool = False
@@ -112,7 +110,7 @@ def open_definition(file: Path, name: str, where: str) -> Task:
         raise DependencyError(f"{name}: {one_line(error)}") from None
     except Exception as error:  # `datasets` and its hub raise all kinds for data that are not there
         raise DataError(
-            f"{name}: its data are neither in a folder nor to be had from the hub ({type(error).__name__}); {where}"
+            f"{name}: its data cannot be opened in a folder or from the hub ({type(error).__name__}); {where}"
         ) from None
     _check_answer(task, name, where)
     return task
@@ -133,13 +131,16 @@ def _check_answer(task: Task, name: str, where: str) -> None:
             raise DataError(f"{name}: its data name no right answer: {answer!r} is none of {choices}; {where}")
 
 
-def local_task(definition: str, name: str, splits: Mapping[str, Sequence[Document]], **changes: object) -> Task:
+def local_task(
+    definition: str, name: str, splits: Mapping[str, Sequence[Document]], where: str = "", **changes: object
+) -> Task:
     """Return lm-eval's task with documents of our own.
 
     Args:
         definition: file below lm-eval's folder of tasks: prompt, metric and normalization are taken from there.
         name: of the task.
         splits: documents by the name of the split that the definition evaluates.
+        where: what may be wrong with the documents, for messages.
         changes: other keys of the definition that differ.
     """
     with tempfile.TemporaryDirectory(prefix="megamem-task-") as scratch:
@@ -154,7 +155,7 @@ def local_task(definition: str, name: str, splits: Mapping[str, Sequence[Documen
         }  # fmt: skip
         file = Path(scratch) / f"{name}.yaml"
         file.write_text(yaml.safe_dump(settings, sort_keys=False))
-        return open_definition(file, name, "")
+        return open_definition(file, name, where)
 
 
 def generated_task(name: str, documents: Sequence[Document], form: Mapping[str, object]) -> Task:

@@ -44,7 +44,7 @@ def known_task(name: str, definition: str, setting: Setting) -> Task:
     return open_definition(definitions() / definition, name, where)
 
 
-def _lines(known: dict[str, tuple[str, str]], scale: float, setting: Setting) -> Sequence[SuiteTask]:
+def _lines(known: dict[str, tuple[str, str]], scale: float, _: Sequence[int]) -> Sequence[SuiteTask]:
     """Return the lines of a suite of lm-eval's tasks."""
     return [
         SuiteTask(name, metric, partial(known_task, name, definition), scale)
@@ -52,8 +52,5 @@ def _lines(known: dict[str, tuple[str, str]], scale: float, setting: Setting) ->
     ]
 
 
-COMMONSENSE = Suite("commonsense", "zero-shot common sense", partial(_lines, METRICS, 100.0))
-PERPLEXITY = Suite(
-    "perplexity", "perplexity by words of WikiText-2 and of LAMBADA's last words", partial(_lines, PERPLEXITIES, 1.0),
-    averaged=False,
-)  # fmt: skip
+COMMONSENSE = Suite("commonsense", partial(_lines, METRICS, 100.0))
+PERPLEXITY = Suite("perplexity", partial(_lines, PERPLEXITIES, 1.0), averaged=False)

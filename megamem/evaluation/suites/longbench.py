@@ -45,14 +45,15 @@ def longbench_task(name: str, setting: Setting) -> Task:
     """
     file, definition, task = setting.data / FOLDER / f"{name}.jsonl", f"longbench/{name}.yaml", f"longbench_{name}"
     if file.is_file():
-        return local_task(definition, task, {"test": [in_lm_evals_form(each) for each in read_documents(file)]})
+        documents = [in_lm_evals_form(each) for each in read_documents(file)]
+        return local_task(definition, task, {"test": documents}, f"{file}: documents may lack a field of LongBench's")
     where = f"put {name}.jsonl of LongBench's data.zip in {file.parent}"
     return open_definition(definitions() / definition, task, where)
 
 
-def _lines(_: Setting) -> Sequence[SuiteTask]:
+def _lines(_: Sequence[int]) -> Sequence[SuiteTask]:
     """Return a line for each task."""
     return [SuiteTask(f"longbench_{name}", "score", partial(longbench_task, name)) for name in TASKS]
 
 
-LONGBENCH = Suite("longbench", "LongBench, scores of 0 to 100", _lines, whole=True)
+LONGBENCH = Suite("longbench", _lines, whole=True)

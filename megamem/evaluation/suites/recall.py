@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megamem.errors import DataError
 from megamem.evaluation.suites.base import (
     Document,
     Setting,
@@ -63,8 +64,13 @@ _SUMMARY = "Summary of information above"
 
 
 def answers_of(document: Document) -> list[str]:
-    """Return the answers of a document, of which one must be contained: those of a question, or a key's value."""
+    """Return the answers of a document, of which one must be contained: those of a question, or a key's value.
+
+    Raises: DataError where `answers` is no list: letters of a text would count as answers.
+    """
     answers = document["answers"] if "answers" in document else [document["value"]]
+    if not isinstance(answers, list):
+        raise DataError(f"answers: {str(answers)[:60]!r} is no list of texts")
     return [answer for answer in (str(each).strip() for each in answers) if answer]
 
 
@@ -101,7 +107,7 @@ def places_of(document: Document, text: str, form: RecallSet) -> list[int]:
     return places if form.keyed else places[:1]
 
 
-def prompt_of(document: Document, form: RecallSet, length: int | None, setting: Setting) -> str:
+def prompt_of(document: Document, form: RecallSet, length: int, setting: Setting) -> str:
     """Return what the model reads: the context, a full stop, and the beginning of the sentence that it ends.
 
     A question that begins with the end of a line stands on lines of its own.
@@ -114,8 +120,7 @@ def prompt_of(document: Document, form: RecallSet, length: int | None, setting: 
         question = question[:1].upper() + question[1:]
     else:  # passage and cloze sentence in one
         context, question = str(document["text"]).strip(), None
-    if length is not None:
-        context = cut_context(context, places_of(document, context, form), form.around_answer, length, setting)
+    context = cut_context(context, places_of(document, context, form), form.around_answer, length, setting)
     if question is None:
         return context.strip()
     context = _MARKS.sub("", context).strip()
@@ -137,24 +142,32 @@ def _can_be_asked(document: Document, form: RecallSet) -> bool:
     return bool(answers_of(document)) and all(len(word) >= least for word in words)
 
 
-def recall_task(name: str, line: str, length: int | None, setting: Setting) -> Task:
+def recall_task(name: str, line: str, length: int, setting: Setting) -> Task:
     """Open a data set's task: from `recall/NAME.jsonl` in the folder of data, else from the hub.
 
     Args:
         name: of the set.
         line: name of the task.
-        length: tokens of a context; whole if None.
-    Raises: DataError saying what to put where.
+        length: tokens of a context and of what is written behind it.
+    Raises: DataError saying what to put where, or which field a document lacks.
     """
     form, file = SETS[name], setting.data / FOLDER / f"{name}.jsonl"
+    if length <= RESERVED:
+        raise DataError(f"recall: {length} tokens have no room for a context; give --lengths above {RESERVED}")
     if file.is_file():
         documents = read_documents(file)
     else:
         documents = hub_documents(form.hub, "validation", name, f"put its documents, one JSON object a line, in {file}")
-    asked = [
-        {"prompt": prompt_of(document, form, length, setting), "answers": answers_of(document)}
-        for document in [each for each in documents if _can_be_asked(each, form)][: setting.limit]
-    ]
+    try:
+        asked = [
+            {"prompt": prompt_of(document, form, length, setting), "answers": answers_of(document)}
+            for document in [each for each in documents if _can_be_asked(each, form)][: setting.limit]
+        ]
+    except (KeyError, DataError) as error:
+        what = f"a document without {error}" if isinstance(error, KeyError) else error
+        raise DataError(f"{name}: {file if file.is_file() else form.hub}: {what}") from None
+    if not asked:
+        raise DataError(f"{name}: {file if file.is_file() else form.hub}: no document has an answer to ask for")
     return generated_task(line, asked, _FORM)
 
 
@@ -168,9 +181,8 @@ _FORM: dict[str, Any] = {
 }
 
 
-def _lines(setting: Setting) -> Sequence[SuiteTask]:
+def _lines(lengths: Sequence[int]) -> Sequence[SuiteTask]:
     """Return a line for each data set and length."""
-    lengths: Sequence[int | None] = setting.lengths or RECALL.lengths
     lines = []
     for name in SETS:
         for length in lengths:
@@ -179,6 +191,4 @@ def _lines(setting: Setting) -> Sequence[SuiteTask]:
     return lines
 
 
-RECALL = Suite(
-    "recall", "in-context recall, contexts cut to so many tokens", _lines, lengths=(2048,), whole=True, repeats=True
-)
+RECALL = Suite("recall", _lines, lengths=(2048,), whole=True, repeats=True)

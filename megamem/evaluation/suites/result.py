@@ -148,12 +148,12 @@ def ratio_and_error(sums: Sequence[float], weights: Sequence[float]) -> tuple[fl
 
 
 def write_suite(folder: Path, result: SuiteResult) -> Path:
-    """Write a result to `suites/NAME.json` in a run's folder, whole or not at all, and return its path.
+    """Write a result to `suites/NAME-step-N.json` in a run's folder, whole or not at all, and return its path.
 
-    What was asked less or otherwise is kept apart from the whole suite: `NAME-limit-20.json`, `NAME-only-arc.json`.
+    What was asked less or otherwise is kept apart from the whole suite: `NAME-limit-20-step-N.json`.
     """
-    name = f"{result.suite}-{result.differs}" if result.differs else result.suite
-    path = folder / FOLDER / f"{name}.json"
+    step = "" if result.step is None else f"step-{result.step}"
+    path = folder / FOLDER / f"{'-'.join(part for part in (result.suite, result.differs, step) if part)}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, result.to_dict())
@@ -163,11 +163,12 @@ def write_suite(folder: Path, result: SuiteResult) -> Path:
 
 
 def read_suites(folder: Path) -> list[SuiteResult]:
-    """Return the results in a run's folder in the order of their names; damaged ones are left out."""
+    """Return the results in a run's folder by name, of each that of the most steps; damaged ones are left out."""
     found = []
-    for path in sorted((folder / FOLDER).glob("*.json")):
+    for path in (folder / FOLDER).glob("*.json"):
         try:
             found.append(SuiteResult.from_dict(read_json(path)))
         except (OSError, ValueError, KeyError, TypeError, DataError):
             continue
-    return found
+    found.sort(key=lambda result: (result.suite, result.differs, -1 if result.step is None else result.step))
+    return list({(result.suite, result.differs): result for result in found}.values())

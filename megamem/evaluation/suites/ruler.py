@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megamem.data.tasks.ruler import DEPTHS, KEYS, NOISE, draw_value, split_sentences
 from megamem.errors import DataError
-from megamem.evaluation.suites.base import Document, Setting, Suite, SuiteTask, generated_task
+from megamem.evaluation.suites.base import Document, Setting, Suite, SuiteTask, generated_task, one_line
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -168,10 +168,16 @@ def read_haystack(setting: Setting) -> list[str]:
     files = sorted(folder.glob("*.txt"))
     if not files:
         raise DataError(
-            f"ruler: no texts to hide needles in; put them as *.txt in {folder} "
+            f"haystack: no texts to hide needles or stories in; put them as *.txt in {folder} "
             f"(`megamem tasks fetch {setting.data}` puts a novel there; RULER takes Paul Graham's essays)"
         )
-    return " ".join(file.read_text(encoding="utf-8") for file in files).split()
+    words: list[str] = []
+    for file in files:
+        try:
+            words += file.read_text(encoding="utf-8").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{file}: cannot be read as UTF-8 text ({one_line(error)})") from None
+    return words
 
 
 def score(document: Document, results: Sequence[str]) -> dict[str, float]:
@@ -199,14 +205,14 @@ FORM: dict[str, Any] = {
 }
 
 
-def _lines(setting: Setting) -> Sequence[SuiteTask]:
+def _lines(lengths: Sequence[int]) -> Sequence[SuiteTask]:
     """Return a line for each task and length."""
     lines = []
     for name in FORMS:
-        for length in setting.lengths or LENGTHS:
+        for length in lengths:
             line = f"{name}_{length}"
             lines.append(SuiteTask(line, "contains", partial(needle_task, name, line, length)))
     return lines
 
 
-RULER = Suite("ruler", "needles in a haystack, RULER's retrieval tasks", _lines, lengths=LENGTHS, whole=True)
+RULER = Suite("ruler", _lines, lengths=LENGTHS, whole=True, repeats=True)

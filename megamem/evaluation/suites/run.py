@@ -1,13 +1,13 @@
-"""Runs a suite: its tasks are opened, asked in one go, and scored with standard errors."""
+"""Runs a suite: its tasks are opened, asked one after the other, and scored with standard errors."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megamem.errors import ConfigError, DataError, DependencyError
@@ -33,34 +33,41 @@ class OpenSuite:
     """Why tasks are not there, by name."""
     setting: Setting
 
-    def run(self, model: LM, name: str, step: int | None = None) -> SuiteResult | None:
+    def run(
+        self, model: LM, name: str, step: int | None = None, keep: Callable[[SuiteResult], object] | None = None
+    ) -> SuiteResult:
         """Ask a model and return its scores. A collective call where the model lies on several ranks.
 
         Args:
             model: with lm-eval's interface.
             name: of the model, for people.
             step: optimizer steps it has learned for.
-        Returns: None on ranks other than the first of a host (`LOCAL_RANK`), to which lm-eval gives no results.
+            keep: given the scores so far after each task but the last, so that hours of work outlive a failure.
         """
-        begin = time.perf_counter()
-        samples = _ask(model, [task for _, task in self.tasks], self.setting.limit)
-        if samples is None:
-            return None
-        scores = tuple(_score(line, samples[task.task_name]) for line, task in self.tasks)
-        seconds = time.perf_counter() - begin
-        setting = self.setting
-        return SuiteResult(
+        begin, setting = time.perf_counter(), self.setting
+        result = SuiteResult(
             suite=self.suite.name,
             model=name,
-            scores=scores,
-            missing=self.missing,
+            scores=(),
+            missing={**self.missing, **{line.name: "not asked yet" for line, _ in self.tasks}},
             limit=setting.limit,
             differs=setting.differs,
             averaged=self.suite.averaged and not setting.only,
-            independent=not self.suite.repeats or len(setting.lengths) < 2,
-            seconds=seconds,
+            independent=not self.suite.repeats or len(setting.lengths or self.suite.lengths) < 2,
+            seconds=0.0,
             step=step,
         )
+        for line, task in self.tasks:
+            if keep is not None and result.scores:
+                keep(result)
+            score = _score(line, _ask(model, task, setting.limit))
+            result = replace(
+                result,
+                scores=(*result.scores, score),
+                missing={name: why for name, why in result.missing.items() if name != line.name},
+                seconds=time.perf_counter() - begin,
+            )
+        return result
 
 
 def open_suite(suite: Suite, setting: Setting) -> OpenSuite:
@@ -69,7 +76,9 @@ def open_suite(suite: Suite, setting: Setting) -> OpenSuite:
     Raises: DataError where not one of them has its data and the packages that its scores need, DependencyError without
         lm-eval, ConfigError where no task has one of the names of `setting.only`.
     """
-    lines = [line for line in suite.tasks(setting) if not setting.only or line.name.startswith(setting.only)]
+    setting = setting if suite.lengths else replace(setting, lengths=())
+    lines = suite.tasks(setting.lengths or suite.lengths)
+    lines = [line for line in lines if not setting.only or line.name.startswith(setting.only)]
     if not lines:
         raise ConfigError(f"suite {suite.name}: no task begins with {' or '.join(setting.only)}")
     tasks: list[tuple[SuiteTask, Task]] = []
@@ -77,7 +86,10 @@ def open_suite(suite: Suite, setting: Setting) -> OpenSuite:
     with quiet():
         for line in lines:
             try:
-                tasks.append((line, line.build(setting)))
+                task = line.build(setting)
+                if line.metric not in task.aggregation():
+                    raise DataError(f"{line.name}: its metric_list lacks {line.metric}, the suite's metric")
+                tasks.append((line, task))
             except (DataError, DependencyError) as error:
                 missing[line.name] = str(error)
     if not tasks:
@@ -85,29 +97,41 @@ def open_suite(suite: Suite, setting: Setting) -> OpenSuite:
     return OpenSuite(suite, tuple(tasks), missing, setting)
 
 
-def choose_suites(names: Sequence[str], suites: Mapping[str, Suite]) -> list[Suite]:
-    """Return suites by their names. Raises ConfigError naming one that does not exist."""
+def choose_suites(
+    names: Sequence[str], suites: Mapping[str, Suite], only: Sequence[str] = (), lengths: Sequence[int] = ()
+) -> list[Suite]:
+    """Return suites by their names.
+
+    Args:
+        names: of the suites.
+        suites: all there are.
+        only: beginnings of the names of tasks that are wanted; all if empty.
+        lengths: tokens of contexts; each suite's own if empty.
+    Raises: ConfigError naming a suite that does not exist, or what no task of these suites begins with.
+    """
     if unknown := [name for name in names if name not in suites]:
         raise ConfigError(f"suite {unknown[0]}: no such suite; there are {', '.join(suites)}")
-    return [suites[name] for name in names]
+    chosen = [suites[name] for name in names]
+    tasks = [line.name for suite in chosen for line in suite.tasks(lengths or suite.lengths)]
+    if unknown := [begin for begin in only if not any(task.startswith(begin) for task in tasks)]:
+        raise ConfigError(f"only {unknown[0]}: no task of {', '.join(names)} begins so; there is {tasks[0]}")
+    return chosen
 
 
-def _ask(model: LM, tasks: Sequence[Task], limit: int | None) -> Mapping[str, Sequence[Mapping[str, Any]]] | None:
-    """Return lm-eval's records of each document by task; None on ranks to which it gives none."""
+def _ask(model: LM, task: Task, limit: int | None) -> Sequence[Mapping[str, Any]]:
+    """Return lm-eval's records of each document of a task."""
     from lm_eval.evaluator import evaluate
     from lm_eval.tasks import TaskManager
 
-    for task in tasks:
-        if task.get_config("num_fewshot") is None:
-            task.set_config("num_fewshot", 0)
-        task.set_fewshot_seed(FEWSHOT_SEED)
+    if task.get_config("num_fewshot") is None:
+        task.set_config("num_fewshot", 0)
+    task.set_fewshot_seed(FEWSHOT_SEED)
     with quiet():
         # lm-eval's own standard errors of perplexities start processes; `_score` has its own
-        loaded = TaskManager(include_defaults=False).load(list(tasks))
+        loaded = TaskManager(include_defaults=False).load([task])
+        # every rank has the model's rank 0 for lm-eval, which gives results to that rank alone
         found = evaluate(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=True)
-    if found is None or "samples" not in found:
-        return None
-    samples: Mapping[str, Sequence[Mapping[str, Any]]] = found["samples"]
+    samples: Sequence[Mapping[str, Any]] = found["samples"][task.task_name]
     return samples
 
 

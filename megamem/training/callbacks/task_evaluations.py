@@ -12,7 +12,7 @@ from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.suites.base import Setting
 from megamem.evaluation.suites.registry import SUITES
 from megamem.evaluation.suites.result import SuiteResult, suite_table, write_suite
-from megamem.evaluation.suites.run import OpenSuite, open_suite
+from megamem.evaluation.suites.run import OpenSuite, choose_suites, open_suite
 from megamem.runs.sinks.base import LogRecord, Sink
 from megamem.training.loop import Callback, Trainer
 from tokenization.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ class TaskEvaluations(Callback):
             tokenizer: the model's.
             sinks: where records go; none on ranks other than 0.
             watch: told what is being done, often enough for a watchdog to see progress.
-        Raises: DataError where a suite has no data, DependencyError without lm-eval.
+        Raises: DataError where a suite has no data, DependencyError without lm-eval, ConfigError as `choose_suites`.
         """
         self.engine, self.tokenizer, self.sinks, self.watch = engine, tokenizer, sinks, watch
         self.config = engine.config.evaluation.tasks
@@ -59,7 +59,8 @@ class TaskEvaluations(Callback):
             limit,
             self.config.only,
         )
-        return [open_suite(SUITES[name], setting) for name in self.config.suites]
+        chosen = choose_suites(self.config.suites, SUITES, self.config.only, self.config.lengths)
+        return [open_suite(suite, setting) for suite in chosen]
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """See `Callback.after_step`. An evaluation is a pause: its time is not the training's."""
@@ -83,7 +84,7 @@ class TaskEvaluations(Callback):
         return figures
 
     def _run(self, limit: int | None, step: int) -> list[SuiteResult]:
-        """Ask all suites; nothing is returned on ranks to which lm-eval gives no results."""
+        """Ask all suites. A collective call."""
         from megamem.evaluation.harness import HarnessModel
         from megamem.evaluation.suites.base import UNBOUNDED
 
@@ -99,5 +100,5 @@ class TaskEvaluations(Callback):
             window = UNBOUNDED if opened.suite.whole else self.engine.config.data.sequence_length
             model = HarnessModel(evaluator, self.tokenizer, window, progress)
             result = opened.run(model, self.engine.config.name, step)
-            found += [replace(result, seconds=round(result.seconds, 1))] if result is not None else []
+            found.append(replace(result, seconds=round(result.seconds, 1)))
         return found
