@@ -62,7 +62,7 @@ class Wanted:
 
 def names(text: str | None) -> tuple[str, ...]:
     """Return the names of `arc,piqa`."""
-    return tuple(name.strip() for name in text.split(",")) if text else ()
+    return () if text is None else tuple(name.strip() for name in text.split(","))
 
 
 def numbers(text: str | None) -> tuple[int, ...]:

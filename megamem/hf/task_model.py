@@ -106,9 +106,10 @@ def tokenizer_of(trained: TrainedRun | ExportedModel | ImportedModel) -> Tokeniz
 
 def run_folder_of(path: Path) -> Path | None:
     """Return the folder of the run that a checkpoint lies in, or that `path` is; None where there is none."""
-    folder = path.parent.parent if path.parent.name == FOLDER else path
-    written = all((folder / name).is_file() for name in ("config.yaml", "environment.json"))
-    return folder if written else None
+    for folder in (path, path.parent.parent) if path.parent.name == FOLDER else (path,):
+        if (folder / "config.yaml").is_file() and (folder / "environment.json").is_file():
+            return folder
+    return None
 
 
 def _read_by_transformers(

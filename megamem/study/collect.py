@@ -148,7 +148,7 @@ def suite_figures(folder: Path, step: int) -> dict[str, float]:
         folder: of the run.
         step: steps of the trained model: results of earlier checkpoints do not count.
     """
-    found = [suite for suite in read_suites(folder) if suite.step == step]
+    found = [suite for suite in read_suites(folder) if suite.step == step and not suite.unfinished]
     found.sort(key=lambda suite: (not suite.differs, suite.limit or math.inf))
     return {name: value for suite in found for name, value in suite.figures().items()}
 

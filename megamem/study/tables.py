@@ -119,7 +119,7 @@ def cells(study: StudyConfig, table: TableConfig, statuses: Sequence[RunStatus],
                     intervals.append((record.figures[ends[0]], record.figures[ends[1]]))
             elif "recovered" in table.figure and record.figures.get(GAP, 1.0) <= 0:
                 missing[seed] = NO_GAP
-            elif _needs_more(table.figure, record):
+            elif _needs_more(study, table.figure, record):
                 missing[seed] = NOT_EVALUATED
             else:  # such as that of a run that diverged
                 missing[seed] = NOT_FINITE
@@ -129,9 +129,12 @@ def cells(study: StudyConfig, table: TableConfig, statuses: Sequence[RunStatus],
     return made if table.against is None else differences(made, table.against)
 
 
-def _needs_more(figure: str, record: Record) -> bool:
+def _needs_more(study: StudyConfig, figure: str, record: Record) -> bool:
     """Return whether a figure takes an evaluation that has not been made: of a suite, or of a model to compare with."""
-    return figure.split(".")[0] in get_args(SuiteName) or ("recovered" in figure and GAP not in record.figures)
+    if "recovered" in figure:
+        return study.recovered is not None and GAP not in record.figures
+    suite = figure.split(".")[0]
+    return suite in get_args(SuiteName) and not any(name.startswith(f"{suite}.") for name in record.figures)
 
 
 def differences(found: Cells, reference: str) -> Cells:

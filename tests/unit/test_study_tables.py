@@ -13,7 +13,7 @@ import yaml
 from megamem.cli import study as cli_study
 from megamem.config.load import parse_config
 from megamem.errors import ConfigError
-from megamem.evaluation.suites.result import SuiteResult, TaskScore, write_suite
+from megamem.evaluation.suites.result import NOT_ASKED, SuiteResult, TaskScore, write_suite
 from megamem.runs.result import RunResult, read_result, write_result
 from megamem.study import tasks as processes
 from megamem.study.collect import records, suite_figures
@@ -178,6 +178,9 @@ def test_suites_count_for_the_model_they_were_asked_of(pair):
         )
     assert suite_figures(run.folder, 4) == {"commonsense.arc_easy.acc": 40.0}
     assert suite_figures(run.folder, 5) == {}, "the model has learned since"
+    begun = SuiteResult("commonsense", "m", (score,), {"boolq": NOT_ASKED}, None, averaged=True, seconds=1.0, step=6)
+    write_suite(run.folder, begun)
+    assert suite_figures(run.folder, 6) == {}, "the suite is still being asked"
 
 
 def test_a_report_before_anything_has_run(tmp_path):

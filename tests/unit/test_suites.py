@@ -24,6 +24,7 @@ from megamem.evaluation.suites.longbench import LONGBENCH
 from megamem.evaluation.suites.recall import RECALL, SETS, contains, cut_context, places_of, prompt_of
 from megamem.evaluation.suites.registry import SUITES
 from megamem.evaluation.suites.result import (
+    NOT_ASKED,
     SuiteResult,
     TaskScore,
     mean_and_error,
@@ -97,6 +98,12 @@ class TestFigures:
             "commonsense-step-3.json",
         }  # fmt: skip
         assert read_suites(tmp_path) == [whole, self.result(), part], "of several steps the last one"
+        begun = self.result(limit=None, differs="", missing={"three": NOT_ASKED})
+        assert write_suite(tmp_path, begun).name == "commonsense-step-7-unfinished.json", "what is whole stays"
+        assert read_suites(tmp_path) == [whole, begun, self.result(), part]
+        assert begun.line() == "one 40.00 ± 3.00, two 60.00 ± 4.00, step 7, 2 of 3 tasks so far"
+        write_suite(tmp_path, whole)
+        assert read_suites(tmp_path) == [whole, self.result(), part]
         (tmp_path / "suites" / "commonsense-step-7.json").write_text("{}")
         assert read_suites(tmp_path) == [earlier, self.result(), part]
 
@@ -280,6 +287,16 @@ class TestLongBench:
         (score,) = suite.run(model, "scripted").scores
         assert (score.task, score.value, score.documents) == ("longbench_trec", 50.0, 2)
         assert model.requests[0][0].endswith("Examples.\nWhere is Rome?")
+
+    def test_answers_have_to_fit_into_a_window(self, tmp_path, scorers):
+        (tmp_path / "longbench").mkdir()
+        document = {"input": "x", "context": "y", "answers": ["z"], "all_classes": ["z"]}
+        for name in ("trec", "gov_report"):
+            (tmp_path / "longbench" / f"{name}.jsonl").write_text(json.dumps(document))
+        setting = setting_of(tmp_path, only=("longbench_trec", "longbench_gov"), max_length=512)
+        assert open_suite(LONGBENCH, setting).missing == {
+            "longbench_gov_report": "longbench_gov_report: writes 512 tokens; --max-length 512 has no room"
+        }
 
     def test_what_is_missing_is_said_in_a_line(self, tmp_path, monkeypatch, scorers):
         monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("no")))

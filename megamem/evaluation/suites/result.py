@@ -16,6 +16,8 @@ from megamem.files import read_json, write_json
 
 FOLDER = "suites"
 """Folder of results in a run's folder."""
+NOT_ASKED = "not asked yet"
+"""Why a task is missing while its suite is being asked."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class SuiteResult:
     """Whether tasks ask documents of their own: the same at several lengths tell nothing of the mean's error."""
     step: int | None = None
     """Optimizer steps of the model, where it is known."""
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether tasks are still to be asked."""
+        return NOT_ASKED in self.missing.values()
 
     @property
     def average(self) -> float | None:
@@ -105,6 +112,8 @@ class SuiteResult:
         more = "" if self.average is not None or len(self.scores) <= 3 else f" and {len(self.scores) - 3} more"
         step = "" if self.step is None else f", step {self.step}"
         asked = f", {self.asked}" if self.asked else ""
+        if self.unfinished:
+            asked += f", {len(self.scores)} of {len(self.scores) + len(self.missing)} tasks so far"
         return ", ".join(f"{name} {with_error(value, error)}" for name, value, error in shown) + more + step + asked
 
 
@@ -150,13 +159,18 @@ def ratio_and_error(sums: Sequence[float], weights: Sequence[float]) -> tuple[fl
 def write_suite(folder: Path, result: SuiteResult) -> Path:
     """Write a result to `suites/NAME-step-N.json` in a run's folder, whole or not at all, and return its path.
 
-    What was asked less or otherwise is kept apart from the whole suite: `NAME-limit-20-step-N.json`.
+    What was asked less or otherwise is kept apart from the whole suite: `NAME-limit-20-step-N.json`; and so is what is
+    not finished, until it is: `NAME-step-N-unfinished.json`.
     """
     step = "" if result.step is None else f"step-{result.step}"
-    path = folder / FOLDER / f"{'-'.join(part for part in (result.suite, result.differs, step) if part)}.json"
+    name = "-".join(part for part in (result.suite, result.differs, step) if part)
+    path, unfinished = (folder / FOLDER / f"{name}{ending}.json" for ending in ("", "-unfinished"))
+    path = unfinished if result.unfinished else path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, result.to_dict())
+        if path != unfinished:
+            unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror or error})") from None
     return path
@@ -171,4 +185,4 @@ def read_suites(folder: Path) -> list[SuiteResult]:
         except (OSError, ValueError, KeyError, TypeError, DataError):
             continue
     found.sort(key=lambda result: (result.suite, result.differs, -1 if result.step is None else result.step))
-    return list({(result.suite, result.differs): result for result in found}.values())
+    return list({(result.suite, result.differs, result.unfinished): result for result in found}.values())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megamem.errors import ConfigError, DataError, DependencyError
 from megamem.evaluation.suites.base import Setting, Suite, SuiteTask, definitions
-from megamem.evaluation.suites.result import SuiteResult, TaskScore, mean_and_error, ratio_and_error
+from megamem.evaluation.suites.result import NOT_ASKED, SuiteResult, TaskScore, mean_and_error, ratio_and_error
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
@@ -49,7 +49,7 @@ class OpenSuite:
             suite=self.suite.name,
             model=name,
             scores=(),
-            missing={**self.missing, **{line.name: "not asked yet" for line, _ in self.tasks}},
+            missing={**self.missing, **{line.name: NOT_ASKED for line, _ in self.tasks}},
             limit=setting.limit,
             differs=setting.differs,
             averaged=self.suite.averaged and not setting.only,
@@ -89,6 +89,11 @@ def open_suite(suite: Suite, setting: Setting) -> OpenSuite:
                 task = line.build(setting)
                 if line.metric not in task.aggregation():
                     raise DataError(f"{line.name}: its metric_list lacks {line.metric}, the suite's metric")
+                writes = (task.get_config("generation_kwargs") or {}).get("max_gen_toks", 0)
+                if setting.max_length is not None and writes >= setting.max_length:
+                    raise DataError(
+                        f"{line.name}: writes {writes} tokens; --max-length {setting.max_length} has no room"
+                    )
                 tasks.append((line, task))
             except (DataError, DependencyError) as error:
                 missing[line.name] = str(error)
