@@ -20,7 +20,7 @@ from megamem.parallel.linears import info
 from megamem.parallel.topology import Topology
 from megamem.tensor_files import write_tensors
 
-IMPORTED_MODEL, IMPORTED_WEIGHTS = "model.yaml", "weights.safetensors"
+IMPORTED_MODEL, IMPORTED_WEIGHTS, IMPORTED_TOKENIZER = "model.yaml", "weights.safetensors", "tokenizer"
 """Names of the files that `megamem convert from-hf` writes of a model."""
 
 

@@ -281,3 +281,8 @@ def _byte_level() -> dict[str, int]:
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def vocabulary_hash(folder: Path | None) -> str | None:
+    """Return `Tokenizer.vocabulary_hash` of a folder's tokenizer; None where no folder is given."""
+    return None if folder is None else Tokenizer.load(folder).vocabulary_hash

@@ -68,12 +68,13 @@ def from_hf(
         typer.Argument(help="of the model section: chunk_size=512 'memory=[{layers: [8], mixer: elastic_memory}]'"),
     ] = None,
     vocab_multiple: Annotated[int, typer.Option(min=1, help="embedding rows are filled up to a multiple")] = 128,
+    eos: Annotated[str | None, typer.Option(help="token that ends documents, if the source does not say")] = None,
     as_json: Json = False,
 ) -> None:
     """Read a Llama, a GPT-2 or an export of ours as weights to start training from."""
     from megamem.hf.importing import from_hf as read
 
-    facts = read(source, out, overrides or [], vocab_multiple)
+    facts = read(source, out, overrides or [], vocab_multiple, eos)
     if as_json:
         write_json(facts)
         return
@@ -81,6 +82,7 @@ def from_hf(
     write_line(
         f"{out}: {facts['parameters']:,} parameters of a {facts['architecture']}"
         f"{f', {new} new parameters' if new else ''}"
-        f"{f', {unused} tensors of the source unused' if unused else ''}\n"
+        f"{f', {unused} tensors of the source unused' if unused else ''}"
+        f"{'' if facts['tokenizer'] else ', no tokenizer found'}\n"
         f"train with `base: {out / 'model.yaml'}` and training.init_from={out / 'weights.safetensors'}"
     )

@@ -11,7 +11,7 @@ import typer
 
 from megamem.cli.options import ModelFile, Overrides, Processes, RecipePath
 from megamem.cli.output import console, write_json, write_line
-from megamem.errors import STOPPED, CheckpointError
+from megamem.errors import STOPPED, CheckpointError, ConfigError
 
 MODEL, WEIGHTS = "model.yaml", "weights.safetensors"
 """What `megamem convert from-hf` writes of a model."""
@@ -84,12 +84,20 @@ def start_from(
     processes: Processes = None,
 ) -> None:
     """Train from given weights instead of random ones: a new run, with its own data, schedule and optimizer state."""
+    from megamem.config.load import read_yaml
+    from megamem.config.recipe import LESSONS
+
     named: list[str] = []
     if weights.is_dir():
         # the imported model, and a run that has the folder's name and not that of every such model file
         model, named, weights = model or weights / MODEL, [f"name={weights.resolve().name}"], weights / WEIGHTS
     if not weights.is_file():
         raise CheckpointError(f"{weights}: no such weights file; megamem checkpoint merge makes one from a checkpoint")
+    if config.is_file() and LESSONS in read_yaml(config):
+        raise ConfigError(
+            f"{config}: is a curriculum; give `megamem train` lessons.NAME.training.init_from={weights} for the lesson "
+            "that starts from these weights"
+        )
     train(config, [*named, *(overrides or []), f"training.init_from={weights}"], model, processes=processes)
 
 

@@ -213,7 +213,7 @@ def evaluation_documents(
     return HeldOutDocuments(
         readable[rank::ranks],
         lambda store, document, start: _evaluation_document(
-            store, document, start, chunk_size, sequence_length, counter
+            store, document, start, chunk_size, sequence_length, counter, named=len(stores) > 1
         ),
     )
 
@@ -262,9 +262,15 @@ def _evaluation_document(
     chunk_size: int,
     sequence_length: int | None,
     counter: TextCounter | None,
+    named: bool = False,
 ) -> EvaluationDocument:
-    """Read a held-out document, or a piece of one. counter: of the tokenizer of its text."""
+    """Read a held-out document, or a piece of one.
+
+    counter: of the tokenizer of its text. named: whether the source is part of the name, as others may have the same.
+    """
     name, predicted = store.name(document), int(store.lengths[document]) - 1 - start
+    if named:
+        name = f"{store.path}: {name}"
     if sequence_length is not None and not isinstance(store, TaskStore):
         predicted = min(predicted, sequence_length)
         name = f"{name}, tokens {start:,} to {start + predicted - 1:,}"

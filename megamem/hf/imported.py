@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoints.weights import IMPORTED_MODEL, IMPORTED_WEIGHTS
+from checkpoints.weights import IMPORTED_MODEL, IMPORTED_TOKENIZER, IMPORTED_WEIGHTS
 from checkpoints.whole import PORTABLE
 from megamem.config.load import parse_config, read_yaml
 from megamem.config.model import ModelConfig
@@ -17,7 +17,8 @@ from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError, ConfigError
 from megamem.hf.held_out import as_run
 from megamem.model.stage import Stage
-from megamem.pipeline.start_weights import load_base, shown_files
+from megamem.pipeline.start_weights import check_tokenizer, load_base, open_weights, shown_files
+from tokenization.tokenizer import vocabulary_hash
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,19 @@ def open_imported(path: Path, overrides: Sequence[str]) -> ImportedModel:
     weights = path / IMPORTED_WEIGHTS
     if not weights.is_file():
         raise CheckpointError(f"{weights}: no such weights file")
-    given = [f"training.init_from={weights}", *overrides]
+    tokenizer = path / IMPORTED_TOKENIZER
+    given = [f"training.init_from={weights}", *([f"data.tokenizer={tokenizer}"] if tokenizer.is_dir() else [])]
+    given += overrides
     return ImportedModel(weights, as_run(path, model.model_dump(mode="json"), model.chunk_size, given), path.name)
 
 
 def like(path: Path, run: RunConfig) -> ImportedModel:
-    """Return what `megamem convert from-hf` wrote, to be evaluated on the text of a run. Raises as `open_imported`."""
+    """Return what `megamem convert from-hf` wrote, to be evaluated on the text of a run.
+
+    Raises: as `open_imported`; CheckpointError where the run's tokenizer is another one.
+    """
     imported = open_imported(path, ())
+    check_tokenizer(open_weights(imported.weights), vocabulary_hash(run.data.tokenizer))
     tree = {**run.model_dump(mode="json"), "model": imported.config.model.model_dump(mode="json")}
     return ImportedModel(imported.weights, parse_config(RunConfig, tree, str(path)), path.name)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.weights import IMPORTED_MODEL, IMPORTED_WEIGHTS, WeightsHeader, write_weights
+from checkpoints.weights import IMPORTED_MODEL, IMPORTED_TOKENIZER, IMPORTED_WEIGHTS, WeightsHeader, write_weights
 from megamem.config.load import apply_overrides, parse_config
 from megamem.config.model import LayerMixer, MixerConfig, ModelConfig
 from megamem.config.yaml_text import to_yaml
@@ -41,16 +41,19 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 """What the model section of some of them has besides."""
 KNOWN = ("gpt2", *LLAMA_TYPES, "megamem", IMPORTED)
-WEIGHTS, MODEL, TOKENIZER = IMPORTED_WEIGHTS, IMPORTED_MODEL, "tokenizer"
+WEIGHTS, MODEL, TOKENIZER = IMPORTED_WEIGHTS, IMPORTED_MODEL, IMPORTED_TOKENIZER
 
 
-def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multiple: int = 128) -> dict[str, Any]:
+def from_hf(
+    source: Path, out: Path, overrides: Sequence[str] = (), vocab_multiple: int = 128, eos: str | None = None
+) -> dict[str, Any]:
     """Write `out`; it appears whole or not at all.
 
     Args:
         source: a folder of transformers' form with safetensors, a GGUF file, or what an import without memories wrote.
         overrides: of the model section, as `chunk_size=512` or `memory=[{layers: [8], mixer: elastic_memory}]`.
         vocab_multiple: embedding and head get so many rows more that this divides them.
+        eos: the token that ends documents, where the source's tokenizer does not say.
     Returns: what was found. Raises: ConversionError, ConfigError naming file and field.
     """
     refuse_existing(out)
@@ -63,20 +66,20 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
     if not ours and tree["model"].get("adaptive"):
         raise ConversionError(f"{source}: model.adaptive does not go with a {kind}, whose embedding is one table")
     model = with_closed_gates(parse_config(ModelConfig, tree["model"], f"{source}: as a model section"))
-    if kind in LLAMA_TYPES:
-        check_windows(opened, section, model, overrides)
-    weights, new_parameters = collect(opened, kind, model)
+    check_windows(opened, section, model, overrides)
     tokenizer = None
     with whole_folder(out) as partial:
+        # before the weights, which take long to read
         if kind == IMPORTED and (source / TOKENIZER).is_dir():
             shutil.copytree(source / TOKENIZER, partial / TOKENIZER)
             tokenizer = Tokenizer.load(partial / TOKENIZER)
         with tempfile.TemporaryDirectory() as scratch:
             if (files := opened.tokenizer(Path(scratch))) is not None:
-                tokenizer = import_tokenizer(files, partial / TOKENIZER)
+                tokenizer = import_tokenizer(files, partial / TOKENIZER, eos)
         words = None if tokenizer is None else tokenizer.vocab_size
         if words is not None and words > model.vocab_size:
             raise ConversionError(f"{source}: its tokenizer has {words:,} tokens, the model {model.vocab_size:,}")
+        weights, new_parameters = collect(opened, kind, model)
         header = WeightsHeader.of_model(model, None if tokenizer is None else tokenizer.vocabulary_hash, new_parameters)
         write_weights(weights, partial / WEIGHTS, header)
         text = to_yaml({"model": model.model_dump(mode="json")})
@@ -131,7 +134,7 @@ def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Te
         if tuple(value.shape) != shape:
             raise ConversionError(f"{source.folder}: {name} would have shape {list(value.shape)}, not {list(shape)}")
         weights[name] = value.contiguous()
-    theirs = {name for name, _ in meta_stage(source_model(source, kind)).named_parameters()}
+    theirs = {name for name, _ in meta_stage(source_model(source, kind, model.chunk_size)).named_parameters()}
     if lacking := [name for name in new_parameters if name in theirs or not ADDED.fullmatch(name)]:
         raise ConversionError(f"{source.folder}: holds nothing for {lacking[0]}")
     return weights, new_parameters
@@ -146,9 +149,10 @@ def source_section(source: Source, kind: str) -> dict[str, Any]:
         raise ConversionError(f"{source.folder}: its configuration has no {error.args[0]}") from None
 
 
-def source_model(source: Source, kind: str) -> ModelConfig:
-    """Return the model that the source holds, before anything is added."""
-    return parse_config(ModelConfig, source_section(source, kind), str(source.folder))
+def source_model(source: Source, kind: str, chunk_size: int) -> ModelConfig:
+    """Return the model that the source holds, before anything is added, in chunks of so many tokens."""
+    section = {**source_section(source, kind), "chunk_size": chunk_size}
+    return parse_config(ModelConfig, section, str(source.folder))
 
 
 def with_closed_gates(model: ModelConfig) -> ModelConfig:
@@ -212,7 +216,7 @@ def llama_section(source: Source) -> dict[str, Any]:
         **attention_reach(source),
         "tie_embeddings": c.get("tie_word_embeddings", False),
         **FORMS.get(c["model_type"], {}),
-        "rope_theta": float(rope.get("rope_theta") or c.get("rope_theta") or 10_000.0),
+        "rope_theta": float(scaling.get("rope_theta") or c.get("rope_theta") or 10_000.0),
         **({"rope_scaling": {ours: scaling[theirs] for ours, theirs in SCALING.items()}} if form == "llama3" else {}),
         "norm_eps": c["rms_norm_eps"],
         "init_std": c.get("initializer_range", 0.02),
@@ -244,7 +248,10 @@ def check_windows(source: Source, section: Mapping[str, Any], model: ModelConfig
 
     section: of the source; overrides: with `mixer=` another reach of all layers is asked for.
     """
-    windows = {layer for entry in section.get("memory", []) for layer in entry["layers"]}
+    given = section.get("memory") or []
+    kinds = [entry["mixer"] if isinstance(entry["mixer"], str) else entry["mixer"]["kind"] for entry in given]
+    sliding = [entry for entry, kind in zip(given, kinds, strict=True) if kind == "sliding_attention"]
+    windows = {layer for entry in sliding for layer in entry["layers"]}
     named = {layer for entry in model.memory for layer in entry.layers}
     if (lost := sorted(windows - named)) and not any(override.startswith("mixer=") for override in overrides):
         raise ConversionError(
@@ -278,7 +285,8 @@ def gpt2_section(source: Source) -> dict[str, Any]:
         "heads": c["n_head"],
         "ffn_size": c.get("n_inner") or 4 * c["n_embd"],
         "vocab_size": c["vocab_size"],
-        "chunk_size": min(512, c["n_positions"]),
+        # the largest up to 512 that divides the learned positions
+        "chunk_size": max(size for size in range(1, 513) if c["n_positions"] % size == 0),
         "mixer": "full_attention",
         "norm": "layer",
         "mlp": "gelu",

@@ -53,14 +53,24 @@ class Source:
         return tensor
 
     def tokenizer(self, scratch: Path) -> Path | None:
-        """Folder with the tokenizer's files, None if there is none. scratch: where it may be unpacked."""
+        """Folder with the tokenizer's files or a SentencePiece model, None if there is none.
+
+        scratch: where it may be unpacked. Raises: ConversionError for a GGUF file whose tokenizer cannot be read.
+        """
         if self._gguf is not None:
             from transformers import AutoTokenizer
 
-            AutoTokenizer.from_pretrained(self.folder, gguf_file=self._gguf).save_pretrained(scratch)
+            try:
+                AutoTokenizer.from_pretrained(self.folder, gguf_file=self._gguf).save_pretrained(scratch)
+            except Exception as error:  # transformers raises all kinds for vocabularies it does not know
+                raise ConversionError(
+                    f"{self.folder / self._gguf}: its tokenizer cannot be read ({' '.join(str(error).split())[:200]})"
+                ) from None
             return scratch
-        found = any((self.folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
-        return self.folder if found else None
+        if any((self.folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+            return self.folder
+        pieces = self.folder / "tokenizer.model"
+        return pieces if pieces.is_file() else None
 
     def unused(self) -> set[str]:
         """Tensors nobody asked for."""

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megamem.config.load import parse_config
 from megamem.config.model import MixerConfig, ModelConfig
+from megamem.config.run import RunConfig
 from megamem.memory.base import LABEL_IGNORED, Chunk
 from megamem.model.stage import Stage
-from megamem.pipeline.start_weights import load_base
+from megamem.pipeline.start_weights import base_names, check_tokenizer, load_base, open_weights
 
 DISTILLATION = "distillation"
 """Name of the divergence among the losses of a step."""
@@ -79,6 +81,28 @@ class Teacher:
         return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
 
 
+def teacher_model(mixer: MixerConfig, model: ModelConfig) -> ModelConfig:
+    """Return a teacher's configuration: that of the model that learns, with `mixer` in all layers and no memories.
+
+    Raises: ConfigError for a mixer that does not go with the model.
+    """
+    tree = {**model.model_dump(mode="json"), "mixer": mixer.model_dump(mode="json"), "memory": [], "dropout": 0.0}
+    return parse_config(ModelConfig, tree, "training.distill.mixer")
+
+
+def check_teacher(config: RunConfig, tokenizer: str | None) -> None:
+    """Refuse a teacher that is of another model or tokenizer than the run's, before weights are read.
+
+    tokenizer: the hash of the vocabulary of the run's, if it has one.
+    Raises: ConfigError as `teacher_model`, CheckpointError for a file that cannot be read or does not fit.
+    """
+    distill = config.training.distill
+    if distill is not None:
+        file = open_weights(distill.teacher)
+        base_names(file, teacher_model(distill.mixer, config.model))
+        check_tokenizer(file, tokenizer)
+
+
 def open_teacher(
     path: Path, mixer: MixerConfig, weight: float, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Teacher:
@@ -91,8 +115,5 @@ def open_teacher(
         model: the model that learns; the teacher has its shape.
         dtype, device: of the teacher's weights.
     """
-    changed = ModelConfig.model_validate(
-        {**model.model_dump(mode="json"), "mixer": mixer.model_dump(mode="json"), "memory": [], "dropout": 0.0}
-    )
-    stage = load_base(path, changed).to(device, dtype).eval()
+    stage = load_base(path, teacher_model(mixer, model)).to(device, dtype).eval()
     return Teacher(stage.requires_grad_(False), weight)

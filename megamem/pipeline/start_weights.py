@@ -138,15 +138,23 @@ def check_start(config: RunConfig, tokenizer: str | None) -> None:
     paths = [files] if isinstance(files, Path) else list((files or {}).values())
     known = [("data.tokenizer", tokenizer)] if tokenizer else []
     for path in paths:
-        if (own := open_weights(path).tokenizer) is None:
-            continue
+        file = open_weights(path)
         for other, theirs in known:
-            if own != theirs:
-                raise CheckpointError(
-                    f"{path}: these weights were trained with the tokenizer {own[:12]}, that of {other} is "
-                    f"{theirs[:12]}; all must be of one tokenizer"
-                )
-        known.append((str(path), own))
+            check_tokenizer(file, theirs, other)
+        if file.tokenizer is not None:
+            known.append((str(path), file.tokenizer))
+
+
+def check_tokenizer(file: WeightsFile, tokenizer: str | None, of: str = "data.tokenizer") -> None:
+    """Raise CheckpointError where weights were trained with another tokenizer.
+
+    tokenizer: the hash of its vocabulary, if it is known; of: whose it is, for the message.
+    """
+    if file.tokenizer is not None and tokenizer is not None and file.tokenizer != tokenizer:
+        raise CheckpointError(
+            f"{file.path}: these weights were trained with the tokenizer {file.tokenizer[:12]}, that of {of} is "
+            f"{tokenizer[:12]}; all must be of one tokenizer"
+        )
 
 
 def _shapes(model: ModelConfig) -> dict[str, Shape]:
@@ -169,10 +177,12 @@ def _of_whole_model(file: WeightsFile, shapes: Mapping[str, Shape]) -> Sources:
 def attention_name(name: str) -> str | None:
     """Return what a plain model calls a parameter of `added_memory` that is, or starts as, one of its attention's.
 
-    Those of the attention are the plain model's; of the memory, the projections to query, key and value start like
-    them.
+    Those of the attention are the plain model's; of the memory, the projections to query, key and value and their norms
+    start like them.
     """
-    found = re.fullmatch(r"(layers\.\d+\.mixer\.)(attention\.|(?:memory\.)+(?=(?:query|key|value)\.))(.+)", name)
+    found = re.fullmatch(
+        r"(layers\.\d+\.mixer\.)(attention\.|(?:memory\.)+(?=(?:query|key|value)(?:_norm)?\.))(.+)", name
+    )
     return None if found is None else found[1] + found[3]
 
 
@@ -206,24 +216,31 @@ def load_base(path: Path, model: ModelConfig, seed: int = 0) -> Stage:
         seed: of what the file lists as new.
     Raises: CheckpointError for weights that do not fit.
     """
-    file = open_weights(path)
+    names = base_names(open_weights(path), model)
     stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, seed)
     with safe_open(path, framework="pt") as tensors, torch.no_grad():
         for name, parameter in stage.named_parameters():
-            # attention beside an added memory is that of the base
-            beside = re.sub(r"^(layers\.\d+\.mixer)\.", r"\1.attention.", name)
-            their = next((known for known in (name, beside) if known in file.shapes), None)
-            if their is None and name not in file.new_parameters:
-                raise CheckpointError(f"{path}: {name} is missing; the file belongs to another model")
-            if their is None:
-                continue
-            if file.shapes[their] != list(parameter.shape):
-                raise CheckpointError(
-                    f"{path}: {their} has shape {file.shapes[their]}, the model's is {list(parameter.shape)}"
-                )
-            parameter.copy_(tensors.get_tensor(their))
+            if name in names:
+                parameter.copy_(tensors.get_tensor(names[name]))
     return stage
+
+
+def base_names(file: WeightsFile, model: ModelConfig) -> dict[str, str]:
+    """Return what a file calls the parameters of a model, those apart that it lists as new. Raises as `load_base`."""
+    names = {}
+    for name, shape in _shapes(model).items():
+        # attention beside an added memory is that of the base
+        beside = re.sub(r"^(layers\.\d+\.mixer)\.", r"\1.attention.", name)
+        their = next((known for known in (name, beside) if known in file.shapes), None)
+        if their is None and name not in file.new_parameters:
+            raise CheckpointError(f"{file.path}: {name} is missing; the file belongs to another model")
+        if their is None:
+            continue
+        if file.shapes[their] != shape:
+            raise CheckpointError(f"{file.path}: {their} has shape {file.shapes[their]}, the model's is {shape}")
+        names[name] = their
+    return names
 
 
 def _of_part(file: WeightsFile, name: str, model: ModelConfig) -> Sources:

@@ -16,13 +16,14 @@ from megamem.ops.attention.softmax import check_backend
 from megamem.ops.deep_memory.kernels import check_kernel
 from megamem.ops.linear_recurrence.fla import check_recurrence
 from megamem.parallel.topology import data_parallel_size
+from megamem.pipeline.distillation import check_teacher
 from megamem.pipeline.freezing import check_learns
 from megamem.pipeline.start_weights import check_start
 from megamem.planning.auto import divided
 from megamem.planning.plan import checkpoint_bytes
 from megamem.runs.folder import check_run_folder
 from megamem.training.phases import phases_of
-from tokenization.tokenizer import Tokenizer
+from tokenization.tokenizer import Tokenizer, vocabulary_hash
 
 MUCH_PADDING, REFUSED_PADDING = Fraction(1, 10), HALF
 """Shares of padding among all positions above which a run warns, and above which it does not start."""
@@ -67,8 +68,12 @@ def check_run(config: RunConfig, processes: int) -> None:
     for feeder in feeders:
         feeder.check_files()
     check_learns(config)
-    if config.training.init_from is not None and _begins(config):
-        check_start(config, Tokenizer.load(config.data.tokenizer).vocabulary_hash if config.data.tokenizer else None)
+    starts = config.training.init_from is not None and _begins(config)
+    if starts or config.training.distill is not None:
+        tokenizer = vocabulary_hash(config.data.tokenizer)
+        check_teacher(config, tokenizer)
+        if starts:
+            check_start(config, tokenizer)
     config = with_steps(config, feeders)
     check_run_folder(config, checkpoint_bytes(config))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -98,15 +99,18 @@ def evaluate_recovered(
         console: where a progress bar is shown for each model; none if not given.
     Raises: as `evaluate_run` and `recovered_share`, before anything is read where texts differ.
     """
-    for other in (local, full):
-        check_same(other if isinstance(other, ModelLosses) else _measured(other), _measured(memory))
+    last = _Reading.of(memory)
+    others = [model if isinstance(model, ModelLosses) else _Reading.of(model) for model in (local, full)]
+    for other in others:
+        check_same(other if isinstance(other, ModelLosses) else other.measured, last.measured)
     topology = Topology.start(device=str(device))
     with Passes(console) as passes:
         base, whole = (
-            model if isinstance(model, ModelLosses) else _model_losses(model, dtype, topology, passes, off=False)
-            for model in (local, full)
+            model if isinstance(model, ModelLosses) else model.losses(dtype, topology, passes, off=False)
+            for model in others
         )
-        found = _model_losses(memory, dtype, topology, passes, off=True)
+        recovered_share(base, whole, base, draws=1)  # says so now if there is no gap
+        found = last.losses(dtype, topology, passes, off=True)
     return recovered_share(base, whole, found)
 
 
@@ -120,50 +124,69 @@ def evaluate_remembered(
     """
     if not memory_components(run.config.model):
         raise ConfigError(f"{run.origin}: has no memory; nothing passes from chunk to chunk")
-    documents, tokenizer = held_out_text(run), open_tokenizer(run.config)
+    tokenizer, documents = open_tokenizer(run.config), _documents(run)
     if tokenizer is None:
         raise ConfigError(f"{run.origin}: its configuration names no tokenizer; give data.tokenizer=FOLDER")
     topology = Topology.start(device=str(device))
     evaluator = Evaluator(run.load(dtype, topology.device), topology, run.config.evaluation.rows)
-    chosen = final_documents(documents, run.config, TextCounter(tokenizer.token_bytes()))
     with Passes(console) as passes:
-        return remembered(evaluator, chosen, tokenizer.decode, examples, passes.named)
+        return remembered(evaluator, documents, tokenizer.decode, examples, passes.named)
 
 
 def _documents(run: Trained) -> list[EvaluationDocument]:
-    """Return what the evaluation of a trained model reads."""
+    """Return what the evaluation of a trained model reads.
+
+    Raises: ConfigError for an evaluation that changes how the model is read, as only `evaluate_run` does.
+    """
+    evaluation = run.config.evaluation
+    for name, changed in (
+        ("forget_every_chunk", evaluation.forget_every_chunk),
+        ("forget_long_term", evaluation.forget_long_term),
+        ("corruption.share", evaluation.corruption.share > 0),
+    ):
+        if changed:
+            raise ConfigError(f"evaluation.{name}: is for `megamem evaluate`; leave it out here")
     tokenizer = open_tokenizer(run.config)
     counter = TextCounter(tokenizer.token_bytes()) if tokenizer else None
     return final_documents(held_out_text(run), run.config, counter)
 
 
-def _measured(run: Trained) -> MeasuredModel:
-    """Return what a model's losses will be measured on."""
-    tokenizer = open_tokenizer(run.config)
-    return MeasuredModel(
-        origin=run.origin,
-        title=run.title,
-        chunk_size=run.config.model.chunk_size,
-        tokenizer=None if tokenizer is None else tokenizer.vocabulary_hash,
-        text_sha256=text_sha256(_documents(run)),
-    )
+@dataclass(frozen=True)
+class _Reading:
+    """A model, and the text that it is to read."""
 
+    run: Trained
+    documents: list[EvaluationDocument]
+    measured: MeasuredModel
 
-def _model_losses(run: Trained, dtype: torch.dtype, topology: Topology, passes: Passes, *, off: bool) -> ModelLosses:
-    """Read held-out text with a model. off: with the memory off, too."""
-    measured, documents = _measured(run), _documents(run)
-    evaluator = Evaluator(run.load(dtype, topology.device), topology, run.config.evaluation.rows)
-    losses = evaluator.losses(documents, progress=passes.named(run.title))
-    without = losses
-    if off:
-        without = evaluator.losses(documents, forget=True, progress=passes.named(f"{run.title}, off"))
-    result = {
-        "chunk_size": measured.chunk_size,
-        "tokenizer": measured.tokenizer,
-        "losses": losses.to_dict(),
-        "memory": {"memory_off_documents": without.to_dict()["documents"]},
-    }
-    return ModelLosses.of(result, run.origin, run.title)
+    @classmethod
+    def of(cls, run: Trained) -> _Reading:
+        """Open the text of a model. Raises as `evaluate_run`."""
+        documents, tokenizer = _documents(run), open_tokenizer(run.config)
+        measured = MeasuredModel(
+            origin=run.origin,
+            title=run.title,
+            chunk_size=run.config.model.chunk_size,
+            tokenizer=None if tokenizer is None else tokenizer.vocabulary_hash,
+            text_sha256=text_sha256(documents),
+        )
+        return cls(run, documents, measured)
+
+    def losses(self, dtype: torch.dtype, topology: Topology, passes: Passes, *, off: bool) -> ModelLosses:
+        """Read the text with the model. off: with the memory off, too."""
+        run, measured = self.run, self.measured
+        evaluator = Evaluator(run.load(dtype, topology.device), topology, run.config.evaluation.rows)
+        losses = evaluator.losses(self.documents, progress=passes.named(run.title))
+        without = losses
+        if off:
+            without = evaluator.losses(self.documents, forget=True, progress=passes.named(f"{run.title}, off"))
+        result = {
+            "chunk_size": measured.chunk_size,
+            "tokenizer": measured.tokenizer,
+            "losses": losses.to_dict(),
+            "memory": {"memory_off_documents": without.to_dict()["documents"]},
+        }
+        return ModelLosses.of(result, run.origin, run.title)
 
 
 Open = Callable[[Sequence[str]], Trained]

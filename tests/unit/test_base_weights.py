@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megamem.cli import recovered_share as verb
 from megamem.config.load import parse_config, read_yaml
 from megamem.config.run import RunConfig
-from megamem.errors import CheckpointError, ConfigError
+from megamem.errors import CheckpointError, ConfigError, DataError
 from megamem.evaluation.evaluator import Evaluator
 from megamem.hf.imported import base_of, like, open_imported
 from megamem.hf.importing import MODEL, WEIGHTS, from_hf
+from megamem.hf.task_model import tokenizer_of
 from megamem.hf.trained import open_trained
 from megamem.pipeline.start_weights import new_parameters, open_weights, weight_sources
 from megamem.training import held_out
 from tests.unit.evaluation_helpers import document
-from tests.unit.importing_helpers import saved
+from tests.unit.importing_helpers import LLAMA, randomized, saved
 from tests.unit.test_run_config import config
+from tokenization.importing import import_tokenizer
 
 CHUNK = 8
 MIXER = "{kind: added_memory, memory: {kind: delta_net, convolution: 1}}"
@@ -61,6 +65,20 @@ def test_an_added_memory_starts_with_the_queries_keys_and_values_of_the_attentio
     assert torch.equal(ours["layers.1.mixer.attention.output.weight"], plain["layers.1.mixer.output.weight"])
 
 
+def test_norms_of_queries_and_keys_start_as_the_attention_s_too(tmp_path):
+    torch.manual_seed(0)
+    randomized(Qwen3ForCausalLM(Qwen3Config(**LLAMA, head_dim=8))).save_pretrained(tmp_path / "hf")
+    mixer = "mixer={kind: added_memory, memory: elastic_memory}"
+    from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}", mixer])
+    weights = load_file(tmp_path / "ours" / WEIGHTS)
+    new = open_weights(tmp_path / "ours" / WEIGHTS).new_parameters
+    for part in ("query_norm", "key_norm"):
+        name = f"layers.1.mixer.memory.{part}.weight"
+        assert name in new
+        assert torch.equal(weights[name], weights[f"layers.1.mixer.attention.{part}.weight"])
+        assert not torch.equal(weights[name], torch.ones_like(weights[name]))
+
+
 def test_a_memory_is_added_to_what_was_imported(tmp_path):
     """From a plain import comes the same as from its source: weights, new parameters and tokenizer."""
     saved("llama", tmp_path / "hf")
@@ -77,10 +95,36 @@ def test_a_memory_is_added_to_what_was_imported(tmp_path):
     assert ours.new_parameters == theirs.new_parameters
 
 
-def save_tokenizer(folder):
+def save_tokenizer(folder, end="</s>"):
     """A tokenizer of 96 tokens."""
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(95)} | {"</s>": 95}, "w0"))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(95)} | {end: 95}, "w0"))
     words.save(str(folder / "tokenizer.json"))
+
+
+def test_an_import_is_asked_with_its_own_tokenizer(tmp_path):
+    saved("llama", tmp_path / "hf")
+    save_tokenizer(tmp_path / "hf")
+    from_hf(tmp_path / "hf", tmp_path / "plain")
+    opened = open_trained(tmp_path / "plain")
+    assert tokenizer_of(opened).eos_id == 95
+    assert open_trained(tmp_path / "plain", ["data.tokenizer=other"]).config.data.tokenizer == Path("other")
+    # and not with that of a run whose tokens are others
+    save_tokenizer(tmp_path, "<end>")
+    import_tokenizer(tmp_path / "tokenizer.json", tmp_path / "theirs", "<end>")
+    run = opened.config.model_copy(
+        update={"data": opened.config.data.model_copy(update={"tokenizer": tmp_path / "theirs"})}
+    )
+    with pytest.raises(CheckpointError, match=r"trained with the tokenizer \w+, that of data.tokenizer is \w+"):
+        like(tmp_path / "plain", run)
+
+
+def test_the_end_of_documents_can_be_named(tmp_path):
+    saved("llama", tmp_path / "hf")
+    save_tokenizer(tmp_path / "hf", "<the end>")
+    with pytest.raises(DataError, match="--eos"):
+        from_hf(tmp_path / "hf", tmp_path / "ours")
+    from_hf(tmp_path / "hf", tmp_path / "ours", eos="<the end>")
+    assert tokenizer_of(open_trained(tmp_path / "ours")).eos_id == 95
 
 
 def test_gates_of_an_added_memory_stay_open(tmp_path):

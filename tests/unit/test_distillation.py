@@ -10,13 +10,14 @@ from torch import Tensor
 
 from checkpoints.weights import WeightsHeader, write_weights
 from megamem.config.model import ModelConfig
+from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError, ConfigError
 from megamem.memory.base import LABEL_IGNORED, Chunk
 from megamem.model.objective import build_objective
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline import distillation
-from megamem.pipeline.distillation import Teacher, open_teacher
+from megamem.pipeline.distillation import Teacher, check_teacher, open_teacher
 from megamem.pipeline.train_chunk import loss_names
 from megamem.pipeline.window import Window
 from tests.unit.evaluation_helpers import CHUNK, CPU, VOCABULARY, document, slow_logits
@@ -133,6 +134,34 @@ def test_the_teacher_has_the_weights_of_a_file(tmp_path) -> None:  # type: ignor
     write_weights(base, tmp_path / "part.safetensors", WeightsHeader.of_model(student.config, None))
     with pytest.raises(CheckpointError, match=r"part.safetensors: layers.1.mlp.up.weight is missing"):
         open_teacher(tmp_path / "part.safetensors", full.mixer, 1.0, student.config, torch.float32, CPU)
+
+
+def test_a_teacher_is_looked_at_before_the_run(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Its mixer, its file, its shapes and its tokenizer."""
+    full = make(0, mixer="full_attention").float()
+    weights = {name: value.detach() for name, value in full.named_parameters()}
+    write_weights(weights, tmp_path / "full.safetensors", WeightsHeader.of_model(full.config, "a" * 64))
+
+    def run(**distill: Any) -> RunConfig:
+        """A run with a memory and that teacher."""
+        return config(
+            model={**SHAPE, "mixer": MEMORY, "qk_norm": distill.pop("qk_norm", False)},
+            training={"distill": {"teacher": str(tmp_path / "full.safetensors"), **distill}},
+        )
+
+    check_teacher(config(model={**SHAPE, "mixer": MEMORY}), "b" * 64)
+    check_teacher(run(), "a" * 64)
+    check_teacher(run(), None)
+    with pytest.raises(
+        CheckpointError, match=r"full.safetensors: .* the tokenizer aaaaaaaaaaaa, that of data.tokenizer is b"
+    ):
+        check_teacher(run(), "b" * 64)
+    with pytest.raises(CheckpointError, match=r"nothing.safetensors: not a readable safetensors file"):
+        check_teacher(run(teacher=str(tmp_path / "nothing.safetensors")), None)
+    with pytest.raises(CheckpointError, match=r"full.safetensors: layers.0.mixer.query_norm.weight is missing"):
+        check_teacher(run(qk_norm=True), None)
+    with pytest.raises(ConfigError, match=r"^training.distill.mixer.*qk_norm"):
+        check_teacher(run(qk_norm=True, mixer="delta_net"), None)
 
 
 @pytest.mark.parametrize(

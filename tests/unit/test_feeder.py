@@ -369,6 +369,18 @@ def test_held_out_documents_are_read_anew_each_time(root):
     assert all(torch.equal(a.tokens, b.tokens) and a.tokens is not b.tokens for a, b in zip(first, again, strict=True))
 
 
+def test_held_out_documents_of_several_sources_have_names_of_their_own(root):
+    """Two sources may have documents of one name, which are no pieces of each other."""
+    config = config_of(root).model_copy(update={"validation": (str(root / "held"), str(root / "held"))})
+    one = [
+        document.name
+        for document in evaluation_documents(config_of(root, validation=str(root / "held")), chunk_size=CHUNK)
+    ]
+    assert [document.name for document in evaluation_documents(config, chunk_size=CHUNK)] == [
+        f"{root / 'held'}: {n}" for n in one * 2
+    ]
+
+
 def test_held_out_text_sizes_need_a_tokenizer(root):
     config = config_of(root, validation=str(root / "held"))
     assert {document.text_size for document in evaluation_documents(config, chunk_size=CHUNK)} == {None}

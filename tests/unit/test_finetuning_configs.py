@@ -141,3 +141,9 @@ def test_start_from_takes_what_an_import_wrote(tmp_path, monkeypatch):
     ]
     result = CliRunner().invoke(app, ["start-from", str(tmp_path), "recipe.yaml"])
     assert "no such weights file" in str(result.exception)
+    (tmp_path / "lessons.yaml").write_text("lessons: [{name: first}, {name: second, start: first}]")
+    result = CliRunner().invoke(app, ["start-from", str(tmp_path / "small"), str(tmp_path / "lessons.yaml")])
+    assert "lessons.yaml: is a curriculum; give `megamem train` lessons.NAME.training.init_from=" in str(
+        result.exception
+    )
+    assert len(asked) == 2

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from megamem.errors import ConversionError
-from megamem.hf.source import CONFIG, INDEX, SINGLE, open_source
+from megamem.hf.source import CONFIG, INDEX, SINGLE, Source, open_source
 
 TENSORS = {name: torch.full((2, 3), float(value)) for value, name in enumerate(("a", "b", "c"))}
 
@@ -42,8 +42,19 @@ def test_tensors_are_found_wherever_they_lie(tmp_path, parts):
 def test_tokenizers_lie_beside_the_weights(tmp_path):
     source = open_source(write(tmp_path, {SINGLE: "a"}))
     assert source.tokenizer(tmp_path / "scratch") is None
+    (tmp_path / "tokenizer.model").touch()
+    assert source.tokenizer(tmp_path / "scratch") == tmp_path / "tokenizer.model"
     (tmp_path / "vocab.json").touch()
     assert source.tokenizer(tmp_path / "scratch") == tmp_path
+
+
+def test_a_vocabulary_that_transformers_does_not_know(tmp_path, monkeypatch):
+    def unknown(*_, **__):
+        raise KeyError("tokens")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unknown)
+    with pytest.raises(ConversionError, match=r"a\.gguf: its tokenizer cannot be read \('tokens'\)"):
+        Source(tmp_path, {}, {}, gguf="a.gguf").tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -295,6 +295,13 @@ class TestBadSources:
         with pytest.raises(ConfigError, match="max_positions 48 is not a multiple of chunk_size 20"):
             from_hf(tmp_path / "hf", tmp_path / "ours", ["chunk_size=20"])
 
+    def test_chunks_fit_any_number_of_positions(self, tmp_path):
+        """The largest up to 512 if none is given."""
+        saved("gpt2", tmp_path / "hf", n_positions=768)
+        for name, given, size in (("default", [], 384), ("given", ["chunk_size=256"], 256)):
+            from_hf(tmp_path / "hf", tmp_path / name, given)
+            assert imported(tmp_path / name).config.chunk_size == size
+
     def test_an_unknown_mechanism(self, tmp_path):
         saved("llama", tmp_path / "hf")
         with pytest.raises(ConfigError, match="telepathy"):

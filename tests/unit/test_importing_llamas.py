@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    LlamaConfig,
     LlamaForCausalLM,
     MistralForCausalLM,
     Olmo2ForCausalLM,
@@ -136,6 +137,26 @@ def test_a_memory_does_not_take_windows_away(tmp_path):
     with pytest.raises(ConversionError, match="memory= replaces the windows of layers 2; list them in it too"):
         from_hf(tmp_path / "hf", tmp_path / "ours", [memory])
     from_hf(tmp_path / "hf", tmp_path / "ours", ["mixer=local_attention", memory])
+    from_hf(tmp_path / "hf", tmp_path / "plain")
+    with pytest.raises(ConversionError, match="memory= replaces the windows of layers 2; list them in it too"):
+        from_hf(tmp_path / "plain", tmp_path / "later", [memory])
+    both = "memory=[{layers: [1], mixer: elastic_memory}, {layers: [2], mixer: {kind: sliding_attention, window: 21}}]"
+    from_hf(tmp_path / "plain", tmp_path / "later", [both])
+
+
+def test_a_base_of_rotations_stands_where_the_file_has_it(tmp_path):
+    """transformers takes that of `rope_scaling` first."""
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "hf")
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    del written["rope_parameters"]
+    scaling = {
+        "rope_type": "llama3", "rope_theta": 700.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 24,
+    }  # fmt: skip
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**written, "rope_scaling": scaling}))
+    from_hf(tmp_path / "hf", tmp_path / "ours")
+    assert imported(tmp_path / "ours").config.rope_theta == 700.0
+    assert LlamaConfig.from_pretrained(tmp_path / "hf").rope_parameters["rope_theta"] == 700.0
 
 
 def test_layers_of_another_reach_are_refused(tmp_path):

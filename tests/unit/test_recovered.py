@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megamem.config.evaluation import CorruptionConfig
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import ConfigError, DataError
@@ -297,3 +298,28 @@ def test_other_texts_are_found_before_anything_is_read(monkeypatch: pytest.Monke
     for pair in ((local, memory), (replace(LOCAL, tokenizer=None), local)):
         with pytest.raises(ConfigError, match="are not evaluated on the same text; both need the same data"):
             evaluate_recovered(pair[0], pair[0], pair[1], torch.float64, CPU)
+
+
+def test_a_gap_is_looked_for_before_the_third_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_out, "held_out_documents", lambda config: documents(50, 19))
+    plain, memory = model("local_attention"), Unread(model("infini_attention").config, "infini_attention")
+    with pytest.raises(DataError, match="there is no gap"):
+        evaluate_recovered(plain, plain, memory, torch.float64, CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("forget_long_term", {"forget_long_term": True}),
+        ("forget_every_chunk", {"forget_every_chunk": True}),
+        (r"corruption\.share", {"corruption": CorruptionConfig(share=0.5)}),
+    ],
+)
+def test_other_ways_of_reading_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, change: dict[str, object]
+) -> None:
+    monkeypatch.setattr(held_out, "held_out_documents", lambda config: documents(50))
+    run = model("infini_attention").config
+    changed = run.model_copy(update={"evaluation": run.evaluation.model_copy(update=change)})
+    with pytest.raises(ConfigError, match=rf"evaluation\.{name}: is for `megamem evaluate`; leave it out here"):
+        evaluate_recovered(LOCAL, FULL, Unread(changed, "changed"), torch.float64, CPU)
