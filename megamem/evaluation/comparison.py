@@ -89,11 +89,11 @@ def compare(reference: ModelLosses, models: Sequence[ModelLosses]) -> Comparison
     """
     for model in models:
         check_same(reference, model)
-    base = reference.by_document()
+    base = reference.by_document(reference.names)
     long = base.tokens[:, 1:].sum(1) > 0
     if not long.any():
         raise DataError(f"{reference.origin}: no document is longer than a chunk of {reference.chunk_size} tokens")
-    others = [model.by_document() for model in models]
+    others = [model.by_document(reference.names) for model in models]
     return Comparison(
         reference=reference.title,
         chunk_size=reference.chunk_size,

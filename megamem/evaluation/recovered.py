@@ -95,11 +95,14 @@ class ModelLosses(MeasuredModel):
             memory_off_nats=_padded([document["chunk_nats"] for document in off]),
         )
 
-    def by_document(self) -> ModelLosses:
-        """Return the same with the sums of each document's pieces added up."""
-        names = tuple(dict.fromkeys(self.names))
+    def by_document(self, called: Sequence[str]) -> ModelLosses:
+        """Return the same with the sums of each document's pieces added up.
+
+        called: names of the documents that pieces are of, those of one model for all that are compared.
+        """
+        names = tuple(dict.fromkeys(called))
         numbers = {name: number for number, name in enumerate(names)}
-        rows = np.array([numbers[name] for name in self.names])
+        rows = np.array([numbers[name] for name in called])
 
         def joined(table: Float64) -> Float64:
             """Return sums [documents, C] of a table [D, C] of pieces."""
@@ -305,7 +308,7 @@ class _Sums:
     @classmethod
     def of(cls, local: ModelLosses, full: ModelLosses, memory: ModelLosses) -> _Sums:
         """Add up the pieces of each document, and leave out its first chunk and documents that have no more."""
-        local, full, memory = (model.by_document() for model in (local, full, memory))
+        local, full, memory = (model.by_document(memory.names) for model in (local, full, memory))
         tables = (local.nats, full.nats, memory.nats, memory.memory_off_nats, local.tokens)
         long = local.tokens[:, 1:].sum(1) > 0
         return cls(*(table[long, 1:] for table in tables))

@@ -35,6 +35,12 @@ class ImportedModel:
         """Where it lies, for messages."""
         return str(self.weights)
 
+    @property
+    def tokenizer(self) -> Path | None:
+        """Folder of the tokenizer that came with it; None if none did."""
+        folder = self.weights.parent / IMPORTED_TOKENIZER
+        return folder if folder.is_dir() else None
+
     def load(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Stage:
         """Return the whole model; what is new starts as in a run.
 
@@ -55,9 +61,7 @@ def open_imported(path: Path, overrides: Sequence[str]) -> ImportedModel:
     weights = path / IMPORTED_WEIGHTS
     if not weights.is_file():
         raise CheckpointError(f"{weights}: no such weights file")
-    tokenizer = path / IMPORTED_TOKENIZER
-    given = [f"training.init_from={weights}", *([f"data.tokenizer={tokenizer}"] if tokenizer.is_dir() else [])]
-    given += overrides
+    given = [f"training.init_from={weights}", *overrides]
     return ImportedModel(weights, as_run(path, model.model_dump(mode="json"), model.chunk_size, given), path.name)
 
 

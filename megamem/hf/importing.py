@@ -76,6 +76,8 @@ def from_hf(
         with tempfile.TemporaryDirectory() as scratch:
             if (files := opened.tokenizer(Path(scratch))) is not None:
                 tokenizer = import_tokenizer(files, partial / TOKENIZER, eos)
+            if eos is not None and files is None:
+                raise ConversionError(f"{source}: --eos {eos}: there is no tokenizer to import whose documents end so")
         words = None if tokenizer is None else tokenizer.vocab_size
         if words is not None and words > model.vocab_size:
             raise ConversionError(f"{source}: its tokenizer has {words:,} tokens, the model {model.vocab_size:,}")
@@ -134,7 +136,7 @@ def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Te
         if tuple(value.shape) != shape:
             raise ConversionError(f"{source.folder}: {name} would have shape {list(value.shape)}, not {list(shape)}")
         weights[name] = value.contiguous()
-    theirs = {name for name, _ in meta_stage(source_model(source, kind, model.chunk_size)).named_parameters()}
+    theirs = {name for name, _ in meta_stage(source_model(source, kind)).named_parameters()}
     if lacking := [name for name in new_parameters if name in theirs or not ADDED.fullmatch(name)]:
         raise ConversionError(f"{source.folder}: holds nothing for {lacking[0]}")
     return weights, new_parameters
@@ -149,10 +151,9 @@ def source_section(source: Source, kind: str) -> dict[str, Any]:
         raise ConversionError(f"{source.folder}: its configuration has no {error.args[0]}") from None
 
 
-def source_model(source: Source, kind: str, chunk_size: int) -> ModelConfig:
-    """Return the model that the source holds, before anything is added, in chunks of so many tokens."""
-    section = {**source_section(source, kind), "chunk_size": chunk_size}
-    return parse_config(ModelConfig, section, str(source.folder))
+def source_model(source: Source, kind: str) -> ModelConfig:
+    """Return the model that the source holds, before anything is added."""
+    return parse_config(ModelConfig, source_section(source, kind), str(source.folder))
 
 
 def with_closed_gates(model: ModelConfig) -> ModelConfig:

@@ -94,8 +94,10 @@ def tokenizer_of(trained: TrainedRun | ExportedModel | ImportedModel) -> Tokeniz
     from tokenization.importing import import_tokenizer
     from tokenization.tokenizer import Tokenizer
 
-    if trained.config.data.tokenizer is not None:
-        return Tokenizer.load(trained.config.data.tokenizer)
+    # held-out text has a tokenizer of its own name (`data.tokenizer`), to whose file its shards are bound
+    own = trained.config.data.tokenizer or getattr(trained, "tokenizer", None)
+    if own is not None:
+        return Tokenizer.load(own)
     source = getattr(trained, "source", None)
     if source is None:
         return None

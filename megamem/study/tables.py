@@ -123,7 +123,8 @@ def cells(study: StudyConfig, table: TableConfig, statuses: Sequence[RunStatus],
                 missing[seed] = NOT_EVALUATED
             else:  # such as that of a run that diverged
                 missing[seed] = NOT_FINITE
-        if values or {"failed", NOT_FINITE, NO_GAP} & set(missing.values()):
+        measured = any((run, evaluation) in known for run, evaluation in planned)
+        if measured or "failed" in missing.values():
             interval = intervals[0] if len(values) == len(intervals) == 1 else None
             made[place] = Cell(tuple(values.values()), tuple(values), missing, interval)
     return made if table.against is None else differences(made, table.against)
@@ -133,8 +134,7 @@ def _needs_more(study: StudyConfig, figure: str, record: Record) -> bool:
     """Return whether a figure takes an evaluation that has not been made: of a suite, or of a model to compare with."""
     if "recovered" in figure:
         return study.recovered is not None and GAP not in record.figures
-    suite = figure.split(".")[0]
-    return suite in get_args(SuiteName) and not any(name.startswith(f"{suite}.") for name in record.figures)
+    return figure.split(".")[0] in get_args(SuiteName)
 
 
 def differences(found: Cells, reference: str) -> Cells:

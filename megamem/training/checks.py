@@ -22,6 +22,7 @@ from megamem.pipeline.start_weights import check_start
 from megamem.planning.auto import divided
 from megamem.planning.plan import checkpoint_bytes
 from megamem.runs.folder import check_run_folder
+from megamem.runs.result import read_result
 from megamem.training.phases import phases_of
 from tokenization.tokenizer import Tokenizer, vocabulary_hash
 
@@ -69,9 +70,11 @@ def check_run(config: RunConfig, processes: int) -> None:
         feeder.check_files()
     check_learns(config)
     starts = config.training.init_from is not None and _begins(config)
-    if starts or config.training.distill is not None:
+    taught = config.training.distill is not None and read_result(config.run_folder) is None
+    if starts or taught:
         tokenizer = vocabulary_hash(config.data.tokenizer)
-        check_teacher(config, tokenizer)
+        if taught:
+            check_teacher(config, tokenizer)
         if starts:
             check_start(config, tokenizer)
     config = with_steps(config, feeders)

@@ -140,12 +140,13 @@ def _documents(run: Trained) -> list[EvaluationDocument]:
     """
     evaluation = run.config.evaluation
     for name, changed in (
-        ("forget_every_chunk", evaluation.forget_every_chunk),
-        ("forget_long_term", evaluation.forget_long_term),
-        ("corruption.share", evaluation.corruption.share > 0),
+        ("forget_every_chunk=false", evaluation.forget_every_chunk),
+        ("forget_long_term=false", evaluation.forget_long_term),
+        ("corruption.share=0", evaluation.corruption.share > 0),
     ):
         if changed:
-            raise ConfigError(f"evaluation.{name}: is for `megamem evaluate`; leave it out here")
+            field = name.partition("=")[0]
+            raise ConfigError(f"evaluation.{field}: is for `megamem evaluate` alone; give evaluation.{name}")
     tokenizer = open_tokenizer(run.config)
     counter = TextCounter(tokenizer.token_bytes()) if tokenizer else None
     return final_documents(held_out_text(run), run.config, counter)

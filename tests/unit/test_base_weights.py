@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -15,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from megamem.cli import recovered_share as verb
 from megamem.config.load import parse_config, read_yaml
 from megamem.config.run import RunConfig
-from megamem.errors import CheckpointError, ConfigError, DataError
+from megamem.errors import CheckpointError, ConfigError, ConversionError, DataError
 from megamem.evaluation.evaluator import Evaluator
 from megamem.hf.imported import base_of, like, open_imported
 from megamem.hf.importing import MODEL, WEIGHTS, from_hf
@@ -107,7 +106,7 @@ def test_an_import_is_asked_with_its_own_tokenizer(tmp_path):
     from_hf(tmp_path / "hf", tmp_path / "plain")
     opened = open_trained(tmp_path / "plain")
     assert tokenizer_of(opened).eos_id == 95
-    assert open_trained(tmp_path / "plain", ["data.tokenizer=other"]).config.data.tokenizer == Path("other")
+    assert opened.config.data.tokenizer is None, "held-out text names its own, to whose file shards are bound"
     # and not with that of a run whose tokens are others
     save_tokenizer(tmp_path, "<end>")
     import_tokenizer(tmp_path / "tokenizer.json", tmp_path / "theirs", "<end>")
@@ -124,6 +123,8 @@ def test_the_end_of_documents_can_be_named(tmp_path):
     with pytest.raises(DataError, match="--eos"):
         from_hf(tmp_path / "hf", tmp_path / "ours")
     from_hf(tmp_path / "hf", tmp_path / "ours", eos="<the end>")
+    with pytest.raises(ConversionError, match="--eos w3: there is no tokenizer to import whose documents end so"):
+        from_hf(tmp_path / "ours", tmp_path / "later", eos="w3")
     assert tokenizer_of(open_trained(tmp_path / "ours")).eos_id == 95
 
 

@@ -321,5 +321,7 @@ def test_other_ways_of_reading_are_refused(
     monkeypatch.setattr(held_out, "held_out_documents", lambda config: documents(50))
     run = model("infini_attention").config
     changed = run.model_copy(update={"evaluation": run.evaluation.model_copy(update=change)})
-    with pytest.raises(ConfigError, match=rf"evaluation\.{name}: is for `megamem evaluate`; leave it out here"):
+    with pytest.raises(
+        ConfigError, match=rf"evaluation\.{name}: is for `megamem evaluate` alone; give evaluation\.{name}="
+    ):
         evaluate_recovered(LOCAL, FULL, Unread(changed, "changed"), torch.float64, CPU)

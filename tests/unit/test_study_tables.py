@@ -183,6 +183,16 @@ def test_suites_count_for_the_model_they_were_asked_of(pair):
     assert suite_figures(run.folder, 6) == {}, "the suite is still being asked"
 
 
+def test_a_suite_that_was_asked_in_part_leaves_its_table(pair):
+    """The figure is not there, and the table says so instead of being none."""
+    study, states, found = pair
+    found = [replace(each, figures={**each.figures, "commonsense.arc_easy.acc": 40.0}) for each in found]
+    table = study.tables[0].model_copy(update={"figure": "commonsense.average", "paper": {}})
+    made = cells(study, table, states, found)
+    assert str(made["plain", "narrow"]) == "(0 of 2 seeds; 2 not evaluated)"
+    assert cells(study, table, states, []) == {}
+
+
 def test_a_report_before_anything_has_run(tmp_path):
     study = write_study(tmp_path, laws=[])
     text, folder = write_report(study)

@@ -98,12 +98,15 @@ class TestFigures:
             "commonsense-step-3.json",
         }  # fmt: skip
         assert read_suites(tmp_path) == [whole, self.result(), part], "of several steps the last one"
-        begun = self.result(limit=None, differs="", missing={"three": NOT_ASKED})
+        begun, later = (self.result(limit=None, differs="", missing={"three": NOT_ASKED}, step=step) for step in (7, 8))
         assert write_suite(tmp_path, begun).name == "commonsense-step-7-unfinished.json", "what is whole stays"
-        assert read_suites(tmp_path) == [whole, begun, self.result(), part]
-        assert begun.line() == "one 40.00 ± 3.00, two 60.00 ± 4.00, step 7, 2 of 3 tasks so far"
-        write_suite(tmp_path, whole)
         assert read_suites(tmp_path) == [whole, self.result(), part]
+        write_suite(tmp_path, later)
+        assert read_suites(tmp_path) == [whole, later, self.result(), part]
+        assert later.line() == "one 40.00 ± 3.00, two 60.00 ± 4.00, step 8, 2 of 3 tasks so far"
+        write_suite(tmp_path, whole)
+        assert not (tmp_path / "suites" / "commonsense-step-7-unfinished.json").exists()
+        (tmp_path / "suites" / "commonsense-step-8-unfinished.json").unlink()
         (tmp_path / "suites" / "commonsense-step-7.json").write_text("{}")
         assert read_suites(tmp_path) == [earlier, self.result(), part]
 

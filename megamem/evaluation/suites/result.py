@@ -177,12 +177,19 @@ def write_suite(folder: Path, result: SuiteResult) -> Path:
 
 
 def read_suites(folder: Path) -> list[SuiteResult]:
-    """Return the results in a run's folder by name, of each that of the most steps; damaged ones are left out."""
+    """Return the results in a run's folder by name, of each that of the most steps; damaged ones are left out.
+
+    One that is not finished is shown too if it is of more steps.
+    """
     found = []
     for path in (folder / FOLDER).glob("*.json"):
         try:
             found.append(SuiteResult.from_dict(read_json(path)))
         except (OSError, ValueError, KeyError, TypeError, DataError):
             continue
-    found.sort(key=lambda result: (result.suite, result.differs, -1 if result.step is None else result.step))
-    return list({(result.suite, result.differs, result.unfinished): result for result in found}.values())
+    shown: dict[tuple[str, str], list[SuiteResult]] = {}
+    for result in sorted(found, key=lambda each: (-1 if each.step is None else each.step, not each.unfinished)):
+        name = result.suite, result.differs
+        kept = [each for each in shown.get(name, ()) if result.unfinished and not each.unfinished]
+        shown[name] = [*kept, result]
+    return [result for name in sorted(shown) for result in shown[name]]
