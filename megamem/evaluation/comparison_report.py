@@ -13,13 +13,16 @@ from megamem.evaluation.report import write_new
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NUMBERS, PICTURE = "comparison.json", "comparison.png"
+FEW = 3
+"""Models whose lines have room for a legend in each panel."""
 
 
 def write_comparison(folder: Path, found: Comparison) -> None:
     """Write the numbers and the picture into a new folder. Raises DataError for one that is there or not writable."""
-    write_new(folder, NUMBERS, found.to_dict(), {PICTURE: draw_comparison(found)})
+    write_new(folder, NUMBERS, found.to_dict(), {PICTURE: png(comparison_figure(found))})
 
 
 def shown_estimate(estimate: Estimate) -> str:
@@ -47,8 +50,8 @@ def comparison_table(found: Comparison) -> Table:
     return table
 
 
-def draw_comparison(found: Comparison) -> bytes:
-    """Return the picture as PNG: left losses by position, right what they are less the reference's."""
+def comparison_figure(found: Comparison) -> Figure:
+    """Return the picture: left losses by position, right what they are less the reference's."""
     figure = new_figure(12.8, 5.2)
     left, right = figure.subplots(1, 2)
     best = min(found.models[1:], key=lambda model: model.loss, default=found.models[0])
@@ -60,7 +63,9 @@ def draw_comparison(found: Comparison) -> bytes:
     _differences(right, found)
     for axes in (left, right):
         add_position_axis(axes, found.chunk_size)
-    return png(figure)
+    if len(found.models) > FEW:  # the other panel's legend has the colors
+        left.get_legend().remove()
+    return figure
 
 
 def _losses(axes: Axes, found: Comparison) -> None:
@@ -77,13 +82,14 @@ def _losses(axes: Axes, found: Comparison) -> None:
                 linewidth=1.2, label=f"{model.title}, memory off",
             )  # fmt: skip
     axes.set_ylabel("loss (nats per token)")
+    dotted = "; dotted: memory off" if len(found.models) > FEW else ""
     axes.set_title(
-        f"{found.documents:,} held-out documents, {found.tokens:,} tokens beyond the first chunk", fontsize=10
+        f"{found.documents:,} held-out documents, {found.tokens:,} tokens beyond the first chunk{dotted}", fontsize=10
     )
 
 
 def _differences(axes: Axes, found: Comparison) -> None:
-    axes.axhline(0, color=_color(0), linewidth=1.2)
+    axes.axhline(0, color=_color(0), linewidth=1.2, label=found.reference if len(found.models) > FEW else None)
     for number, model in enumerate(found.models[1:], start=1):
         values = [part.difference.value for part in model.by_position]
         errors = [part.difference.stderr or 0.0 for part in model.by_position]

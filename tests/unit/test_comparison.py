@@ -15,7 +15,14 @@ from typer.testing import CliRunner
 from megamem.cli.main import app
 from megamem.errors import ConfigError, DataError
 from megamem.evaluation.comparison import Comparison, compare
-from megamem.evaluation.comparison_report import NUMBERS, PICTURE, comparison_table, shown_estimate
+from megamem.evaluation.comparison_report import (
+    FEW,
+    NUMBERS,
+    PICTURE,
+    comparison_figure,
+    comparison_table,
+    shown_estimate,
+)
 from megamem.evaluation.recovered import ModelLosses
 from tests.unit.evaluation_helpers import CHUNK
 from tests.unit.test_recovered import LOCAL, MEMORY, TOKENS
@@ -107,6 +114,14 @@ def test_the_command_reads_what_evaluations_leave(tmp_path: Path) -> None:
     assert (out / PICTURE).read_bytes().startswith(b"\x89PNG")
     again = CliRunner().invoke(app, ["compare", str(tmp_path / "local"), str(tmp_path / "memory"), "--out", str(out)])
     assert isinstance(again.exception, DataError), "nothing is overwritten"
+
+
+def test_pictures_of_many_models_have_one_legend() -> None:
+    models = [replace(MEMORY, title=f"memory {number}") for number in range(FEW)]
+    few, many = (comparison_figure(compare(LOCAL, models[:count])).axes for count in (FEW - 1, FEW))
+    assert [panel.get_legend() is None for panel in few] == [False, False]
+    assert [panel.get_legend() is None for panel in many] == [True, False]
+    assert [text.get_text() for text in many[1].get_legend().get_texts()] == ["local", *(m.title for m in models)]
 
 
 def _write(folder: Path, model: ModelLosses) -> None:
