@@ -26,6 +26,7 @@ from megamem.model.stage import Stage
 from megamem.parallel.topology import Topology
 from megamem.training.build import held_out_documents, open_tokenizer
 from tokenization.text_size import TextCounter
+from tokenization.tokenizer import vocabulary_hash
 
 
 class Trained(Protocol):
@@ -124,9 +125,10 @@ def evaluate_remembered(
     """
     if not memory_components(run.config.model):
         raise ConfigError(f"{run.origin}: has no memory; nothing passes from chunk to chunk")
-    tokenizer, documents = open_tokenizer(run.config), _documents(run)
+    tokenizer = open_tokenizer(run.config)
     if tokenizer is None:
         raise ConfigError(f"{run.origin}: its configuration names no tokenizer; give data.tokenizer=FOLDER")
+    documents = _documents(run)
     topology = Topology.start(device=str(device))
     evaluator = Evaluator(run.load(dtype, topology.device), topology, run.config.evaluation.rows)
     with Passes(console) as passes:
@@ -163,12 +165,12 @@ class _Reading:
     @classmethod
     def of(cls, run: Trained) -> _Reading:
         """Open the text of a model. Raises as `evaluate_run`."""
-        documents, tokenizer = _documents(run), open_tokenizer(run.config)
+        documents = _documents(run)
         measured = MeasuredModel(
             origin=run.origin,
             title=run.title,
             chunk_size=run.config.model.chunk_size,
-            tokenizer=None if tokenizer is None else tokenizer.vocabulary_hash,
+            tokenizer=vocabulary_hash(run.config.data.tokenizer),
             text_sha256=text_sha256(documents),
         )
         return cls(run, documents, measured)
