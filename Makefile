@@ -21,6 +21,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # tests/cluster needs root and packages of the system, tests/package installs packages: they have targets of their own
 # as tests/readme has, a script
 OWN_TESTS := tests --ignore=tests/cluster --ignore=tests/package
+# files with a test marked so; to import all the others too would take half a minute
+ALONE_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
 # three processes keep two cores busy: tests wait for each other's ranks. Files in the order of their folders: those that
 # take minutes, of few tests each, come before the many short ones
 SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
@@ -56,7 +58,7 @@ dist: install  ## Build the sdist, and the wheel from it, into dist/
 # side by side first, then those that need the machine to themselves
 test: install  ## All tests but the slow ones and those for a CUDA device
 	$(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 3 --durations 25 $(SIDE_BY_SIDE) $(OWN_TESTS)
-	$(BIN)/python -m pytest -m "not slow and not gpu and alone" $(OWN_TESTS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and alone" $(ALONE_TESTS)
 
 test-full: install  ## All tests; those for a CUDA device skip without one
 	MEGAMEM_CASES=all $(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 3 --durations 25 $(SIDE_BY_SIDE) $(OWN_TESTS)

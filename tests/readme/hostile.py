@@ -47,7 +47,10 @@ SHORT_TESTS = (
     "tests/integration/test_agent.py::TestStops tests/integration/test_interrupts.py::TestSignals"
 )
 """Tests of signals, files, modes, texts, homes and processes; of both kinds that `make test` runs in turn."""
-SHORT = {"demo": [f"OVERRIDES={FEW_STEPS}"], "test": [f"OWN_TESTS={SHORT_TESTS}"]}
+SHORT = {
+    "demo": [f"OVERRIDES={FEW_STEPS}"],
+    "test": [f"OWN_TESTS={SHORT_TESTS}", f"ALONE_TESTS={SHORT_TESTS}"],
+}
 LIMIT_S = {"install": 1800, "demo": 3600, "test": 3 * 3600}
 NOT_PASSED_ON = ("LANG", "VIRTUAL_ENV", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "RANK", "WORLD_SIZE")
 """Variables of a shell, a make or a job around this script."""

@@ -28,6 +28,9 @@ def checkout(tmp_path: Path) -> Path:
     folder.mkdir()
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, folder)
+    (folder / "tests").mkdir()
+    for name, mark in (("test_one.py", "distributed"), ("test_two.py", "alone")):
+        (folder / "tests" / name).write_text(f"import pytest\n\npytestmark = pytest.mark.{mark}\n")
     return folder
 
 
@@ -47,7 +50,7 @@ def test_commands_of_the_readme(checkout: Path) -> None:
     assert make(checkout, "demo", "OVERRIDES=training.steps=2 seed=3") == ["megamem: demo training.steps=2 seed=3"]
     first, second = make(checkout, "test")
     assert first.startswith("python: -m pytest -m not slow and not gpu and not alone -n 3")
-    assert second.startswith("python: -m pytest -m not slow and not gpu and alone tests")
+    assert second == "python: -m pytest -m not slow and not gpu and alone tests/test_two.py"
 
 
 def test_an_active_environment_is_used(checkout: Path, tmp_path: Path) -> None:
