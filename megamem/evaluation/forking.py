@@ -9,7 +9,9 @@ Letters: N requests, R rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,7 +39,11 @@ class ForkedReader:
     """
 
     def __init__(self, reader: ChunkReader, rows: int, progress: Progress | None = None) -> None:
-        """Read `rows` requests side by side on each data-parallel rank."""
+        """Read `rows` requests side by side on each data-parallel rank.
+
+        progress: told how many batches are done, after each batch and, so that a watchdog hears of long texts, after
+            each call of the model.
+        """
         self.reader, self.stage, self.topology = reader, reader.stage, reader.topology
         self.rows, self.progress = rows, progress
         self.rank, self.ranks = (self.topology.dp_rank, self.topology.dp_size) if self.topology else (0, 1)
@@ -59,11 +65,10 @@ class ForkedReader:
         # nats, and tokens that are not the likeliest
         found = torch.zeros(2, len(sequences), dtype=torch.float64, device=self.reader.device)
         batches = plan_batches(sequences, most, self.rows * self.ranks)
-        with generating(self.stage):
+        with self._reading():
             for done, batch in enumerate(batches):
-                self._score_batch(batch, sequences, scored, found)
-                self._tell(done + 1, len(batches))
-        self._kept = None
+                with self._telling(done, len(batches)):
+                    self._score_batch(batch, sequences, scored, found)
         nats, wrong = self._over_ranks(found).tolist()
         return [(value, count == 0) for value, count in zip(nats, wrong, strict=True)]
 
@@ -118,15 +123,14 @@ class ForkedReader:
         batches = plan_batches(prompts, most, self.rows * self.ranks, SPREAD)
         # new tokens + 1, so that 0 is where nothing was written
         written = torch.zeros(len(prompts), max(limits, default=0), dtype=torch.int64)
-        with generating(self.stage):
+        with self._reading():
             for done, batch in enumerate(batches):
                 own = batch.part(self.rank, self.ranks)
-                new = self._continue_batch(batch, own, prompts, limits, end_token, stop)
+                with self._telling(done, len(batches)):
+                    new = self._continue_batch(batch, own, prompts, limits, end_token, stop)
                 if self._owns(batch):
                     for index, row in zip(own.members, new, strict=True):
                         written[index, : len(row)] = torch.tensor(row, dtype=torch.int64) + 1
-                self._tell(done + 1, len(batches))
-        self._kept = None
         written = self._over_data_parallel(written.to(self.reader.device)).cpu()
         return [[token - 1 for token in row if token] for row in written.tolist()]
 
@@ -168,12 +172,17 @@ class ForkedReader:
     def _forked(self, batch: Batch, own: Batch, sequences: Sequence[Sequence[int]]) -> Decoder:
         """Return what reads this rank's members on from position `batch.shared`; prefixes are read once."""
         decoder = Decoder(self.reader, len(own.members))
+        parts = [batch.part(rank, self.ranks) for rank in range(self.ranks)]
+        most_rows = max(len(part.members) for part in parts)
         if not batch.shared:
+            self.reader.most_rows = most_rows
             return decoder
         sources = own.prefixes
         # what all ranks hold, so that they read anew, or not, together
-        key = (batch.shared, tuple(batch.part(rank, self.ranks).prefixes for rank in range(self.ranks)))
+        key = (batch.shared, tuple(part.prefixes for part in parts))
         if self._kept is None or self._kept[0] != key:
+            self._kept = None  # the last one's states are given back before others are made
+            self.reader.most_rows = max(len(part.prefixes) for part in parts)
             tokens = torch.tensor([list(sequences[i][: batch.shared]) for i in sources]).T
             prefixes = Decoder(self.reader, len(sources))
             prefixes.read_hidden(tokens, Chunk((0,) * len(sources)), keep=0)
@@ -181,7 +190,25 @@ class ForkedReader:
             self._kept = key, prefixes.groups
         rows = [sources.index(source) for source in own.sources]
         decoder.groups = select_rows(self.stage.state_specs, self._kept[1], rows)
+        self.reader.most_rows = most_rows
         return decoder
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Read requests inside a `with` statement; states that were kept meanwhile are given back at its end."""
+        try:
+            with generating(self.stage):
+                yield
+        finally:
+            self._kept, self.reader.most_rows = None, 0
+
+    @contextmanager
+    def _telling(self, done: int, batches: int) -> Iterator[None]:
+        """Read a batch inside a `with` statement, after `done` of all `batches`, and report progress."""
+        progress = self.progress or (lambda done, of: None)
+        with self.reader.telling(partial(progress, done, batches)):
+            yield
+        progress(done + 1, batches)
 
     @staticmethod
     def _place(position: int, batch: Batch) -> Chunk:
@@ -191,11 +218,6 @@ class ForkedReader:
     def _owns(self, batch: Batch) -> bool:
         """Return whether this data-parallel rank has members of a batch, or only reads along."""
         return self.rank * -(-len(batch.members) // self.ranks) < len(batch.members)
-
-    def _tell(self, done: int, batches: int) -> None:
-        """Report batches that are done."""
-        if self.progress is not None:
-            self.progress(done, batches)
 
     def _over_data_parallel(self, values: Tensor) -> Tensor:
         """Return the sum of values [...] over data-parallel ranks."""

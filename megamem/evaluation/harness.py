@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -125,14 +126,18 @@ class HarnessModel(TemplateLM):
             progress=self.progress,
         )
         found.update(zip(greedy, written, strict=True))
-        for index in set(range(len(requests))) - set(greedy):
-            (found[index],) = self.evaluator.generate(
-                [prompts[index]],
-                asked[index].limit,
-                sampling=asked[index].sampling,
-                end_token=self.eot_token_id,
-                stop=lambda _, tokens, index=index: holds(index, tokens),  # type: ignore[misc]
-            )
+        sampled = sorted(set(range(len(requests))) - set(greedy))
+        progress = self.progress or (lambda done, of: None)
+        for done, index in enumerate(sampled):
+            with self.evaluator.reader.telling(partial(progress, done, len(sampled))):
+                (found[index],) = self.evaluator.generate(
+                    [prompts[index]],
+                    asked[index].limit,
+                    sampling=asked[index].sampling,
+                    end_token=self.eot_token_id,
+                    stop=lambda _, tokens, index=index: holds(index, tokens),  # type: ignore[misc]
+                )
+            progress(done + 1, len(sampled))
         answers = [self._answer(found[index], asked[index].stops) for index in range(len(requests))]
         for request, answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, answer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -43,11 +43,17 @@ class ChunkReader:
         self.chunk_size = stage.config.chunk_size
         self.forgets_long_term = False
         """Whether every call begins without what is declared as a long-term memory (`TensorSpec.long_term`)."""
+        self.most_rows = 0
+        """Rows of the rank that reads most of them, where ranks read different numbers; see `chunks_ahead`."""
+        self._after_call: Callable[[], object] | None = None
 
     def chunks_ahead(self, rows: int) -> int:
-        """Return of how many whole chunks of so many rows `prepare` takes the tokens at once; 1 in a pipeline."""
+        """Return of how many whole chunks of so many rows `prepare` takes the tokens at once; 1 in a pipeline.
+
+        It is the same on all ranks, which make the same calls: each may gather parameters from all of them (ZeRO 3).
+        """
         whole_model = self.stage.first and self.stage.last
-        return max(TOKENS_AHEAD // (rows * self.chunk_size), 1) if whole_model else 1
+        return max(TOKENS_AHEAD // (max(rows, self.most_rows) * self.chunk_size), 1) if whole_model else 1
 
     def prepare(self, tokens: Tensor, places: Sequence[Chunk]) -> Sequence[Chunk]:
         """Compute ahead what whole chunks that are read next do not need each other for; see `Stage.prepare`.
@@ -64,6 +70,15 @@ class ChunkReader:
             yield
         finally:
             self.forgets_long_term = before
+
+    @contextmanager
+    def telling(self, after_call: Callable[[], object] | None) -> Iterator[None]:
+        """Call a function after each call of the model inside a `with` statement: a long text takes many."""
+        before, self._after_call = self._after_call, after_call
+        try:
+            yield
+        finally:
+            self._after_call = before
 
     def begin(self, chunk: Chunk) -> list[RowGroup]:
         """Return the states of documents that have not begun, in rows that stand where `chunk` says."""
@@ -196,6 +211,8 @@ class ChunkReader:
             new = {name: map_state(lambda _: inbox.take(), group.states[name]) for name in memories}
             states = {**states, **new}
         group.states = states
+        if self._after_call is not None:
+            self._after_call()
         return hidden
 
     def open(self, calls: int, rows: int) -> Borders | None:

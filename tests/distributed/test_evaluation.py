@@ -68,16 +68,6 @@ def continued(stage, topology):
     ]
 
 
-def asked(stage, topology):
-    """Scores and continuations of requests that share prefixes, of which the ranks share the batches."""
-    evaluator = Evaluator(stage, topology, rows=3)
-    prefixes = [list(range(1, 2 * CHUNK)), [7, 9], [5] * (CHUNK + 3)]
-    requests = [prefix + [3 * i + j for j in range(1 + i)] for prefix in prefixes for i in range(5)]
-    scores = evaluator.score(requests, [1 + i % 5 for i in range(len(requests))])
-    limits = [1 + i % 7 for i in range(len(requests))]
-    return scores, evaluator.continue_greedily(requests, limits, stop=lambda i, new: i == 4 and len(new) == 2)
-
-
 def built(topology, split_tokens=False):
     layers = range(topology.pp_rank, topology.pp_rank + 1) if topology.pp_size == 2 else None
     stage = build_stage(model_config("elastic_memory"), MegatronLinears(topology.tp_group, split_tokens), layers)
@@ -101,9 +91,6 @@ def under_zero_3(topology):
     engine.stage.register_forward_pre_hook(lambda *_: calls.append(engine.stage.training))
     before = figures(engine.stage, topology)
     made = len(calls)
-    answers = asked(engine.stage, topology)
-    asking = len(calls) - made
-    del calls[made:]
     evaluator = Evaluator(engine.stage, topology, rows=2)
     uneven = evaluator.losses(documents(50)).loss
     losses = []
@@ -112,8 +99,6 @@ def under_zero_3(topology):
         final = final_evaluation(evaluator, lambda: iter(documents(*LENGTHS)), None, config)
         losses.append(final.losses.loss)
     return {
-        "asked": answers,
-        "asking": asking,
         "figures": json.dumps(before),
         "calls": made,
         "uneven": uneven,
@@ -151,7 +136,6 @@ def all_layouts(payload):
         stage = built(topology, "split" in name)
         results[name] = json.dumps(figures(stage, topology))
         results[f"{name}: texts"] = continued(stage, topology)
-        results[f"{name}: asked"] = asked(stage, topology)
         if name == "dp":
             results["zero3"] = under_zero_3(topology)
             results["every mechanism"] = losses_under_zero_3(topology, every_mechanism())
@@ -200,28 +184,6 @@ def test_two_processes_write_the_texts_of_one(world, layout):
     assert len(expected[2][0]) <= 3
     for rank in world:
         assert rank[f"{layout}: texts"] == expected
-
-
-def assert_same_answers(found, expected):
-    for (nats, likeliest), (expected_nats, expected_flag) in zip(found[0], expected[0], strict=True):
-        assert nats == pytest.approx(expected_nats, rel=TOLERANCE, abs=TOLERANCE)
-        assert likeliest == expected_flag
-    assert found[1] == expected[1]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_processes_answer_as_one(world, layout):
-    """Tensor parallelism, a pipeline, and data-parallel ranks that share the requests."""
-    expected = asked(make_stage("elastic_memory", torch.float32), None)
-    assert world[0][f"{layout}: asked"] == world[1][f"{layout}: asked"]
-    assert_same_answers(world[0][f"{layout}: asked"], expected)
-
-
-def test_zero_3_ranks_share_requests_in_the_same_calls(world):
-    first, second = (rank["zero3"] for rank in world)
-    assert first["asking"] == second["asking"] > 0
-    assert first["asked"] == second["asked"]
-    assert_same_answers(first["asked"], asked(make_stage("elastic_memory", torch.float32), None))
 
 
 def test_the_bound_does_not_depend_on_the_layout(world, alone):

@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from megamem.evaluation.evaluator import Evaluator
+from megamem.model.stage import build_stage
+from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.parallel.topology import Topology
+from megamem.pipeline import reader
 from tests.distributed.harness import run_distributed
-from tests.distributed.test_evaluation import LAYOUTS, TOLERANCE, built, run_config
+from tests.distributed.test_evaluation import LAYOUTS, TOLERANCE, built, memory_model, run_config
 from tests.unit.evaluation_helpers import CHUNK, make_stage
 
 pytestmark = pytest.mark.distributed
@@ -29,17 +32,31 @@ def all_layouts(payload):
         results[name] = asked(built(topology, "split" in name), topology)
         if name == "dp":
             results["zero 3"] = under_zero_3(topology)
+            reader.TOKENS_AHEAD = AHEAD
+            results["memory model"] = under_zero_3(topology, memory_model(), asked_of_long_prefixes)
     return results
 
 
-def under_zero_3(topology):
+def under_zero_3(topology, model=None, ask=asked):
     """Answers, and the calls of the model that this rank made."""
     from megamem.pipeline.engine import build_engine
 
-    engine = build_engine(run_config(topology.dp_size), topology)
+    engine = build_engine(run_config(topology.dp_size, model), topology)
     calls = []
     engine.stage.register_forward_pre_hook(lambda *_: calls.append(1))
-    return asked(engine.stage, topology), len(calls)
+    return ask(engine.stage, topology), len(calls)
+
+
+AHEAD = 3 * CHUNK
+"""Tokens that an encoder reads at once: three chunks of one row, one chunk of three."""
+
+
+def asked_of_long_prefixes(stage, topology):
+    """Scores in one batch, of which the first rank has one prefix and the second three."""
+    evaluator = Evaluator(stage, topology, rows=3)
+    texts = [[(3 * i + seed) % 29 for i in range(5 * CHUNK)] for seed in (0, 7, 11)]
+    requests = [*([*texts[0], i, i + 1] for i in range(4)), [*texts[1], 1, 2], [*texts[2], 1, 2]]
+    return evaluator.score(requests, [1] * len(requests)), []
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +88,13 @@ def test_zero_3_ranks_share_requests_in_the_same_calls(world, alone):
     assert calls == other_calls > 0
     assert first == second
     assert_same(first, alone)
+
+
+def test_encoders_of_zero_3_ranks_read_as_many_chunks_at_once(world):
+    """Whatever rows each rank has: every call gathers the encoder's parameters from all of them."""
+    stage = build_stage(memory_model(), PlainLinears())
+    initialize_parameters(stage, 1)
+    (first, calls), (second, other_calls) = (rank["memory model"] for rank in world)
+    assert calls == other_calls > 0
+    assert first == second
+    assert_same(first, asked_of_long_prefixes(stage, None))
