@@ -96,7 +96,7 @@ def evaluate_suites(reader: Reader, names: Sequence[str], wanted: Wanted, as_jso
 def _evaluate(reader: Reader, suite: Suite, wanted: Wanted, progress: Progress) -> tuple[TaskModel, SuiteResult]:
     """Run one suite; rank 0 keeps what is known after each task."""
     from megamem.evaluation.suites.base import UNBOUNDED, Setting
-    from megamem.evaluation.suites.run import open_suite
+    from megamem.evaluation.suites.run import open_suite, open_suite_everywhere
     from megamem.training.devices import is_rank_0
 
     opened = reader.open(UNBOUNDED if suite.whole else None, progress)
@@ -104,7 +104,9 @@ def _evaluate(reader: Reader, suite: Suite, wanted: Wanted, progress: Progress) 
         opened.encode, opened.decode, wanted.data, wanted.lengths, wanted.limit, wanted.only, reader.max_length
     )
     keep = partial(_keep, opened) if is_rank_0() else None
-    return opened, open_suite(suite, setting).run(opened.model, opened.title, opened.step, keep)
+    topology = reader.place.topology
+    tasks = open_suite(suite, setting) if topology is None else open_suite_everywhere(suite, setting, topology.dp_group)
+    return opened, tasks.run(opened.model, opened.title, opened.step, keep)
 
 
 def _keep(opened: TaskModel, result: SuiteResult) -> Path | None:

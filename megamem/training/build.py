@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megamem.config.extensions import CallbackConfig
 from megamem.config.run import RunConfig
@@ -22,12 +23,15 @@ from megamem.runs.sinks.base import LogRecord, Sink
 from megamem.training.callbacks.metrics import Metrics
 from megamem.training.callbacks.profiler import Profiler
 from megamem.training.callbacks.schedule_recorder import ScheduleRecorder
-from megamem.training.callbacks.task_evaluations import TaskEvaluations
+from megamem.training.callbacks.task_evaluations import Suites, TaskEvaluations, open_suites
 from megamem.training.callbacks.validation import Validation
 from megamem.training.loop import Callback
 from megamem.training.phases import training_flops
 from tokenization.text_size import TextCounter
 from tokenization.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def start_topology(config: RunConfig) -> Topology:
@@ -97,18 +101,25 @@ def build_validation(engine: TrainingEngine, sinks: Sequence[Sink], watch: Watch
     return Validation(config.evaluation.every, lambda: validate(engine, texts, watch), sinks)
 
 
-def build_task_evaluations(engine: TrainingEngine, sinks: Sequence[Sink], watch: Watch) -> TaskEvaluations | None:
-    """Open the suites that `evaluation.tasks` names; None where it names none.
+def open_task_suites(config: RunConfig, group: ProcessGroup) -> Suites:
+    """Open the suites that `evaluation.tasks` names; none where it names none. A collective call.
 
-    Raises: ConfigError without a tokenizer, DataError where a suite has no data, DependencyError without lm-eval.
+    Raises: ConfigError without a tokenizer, and what `open_suites` raises.
     """
-    config = engine.config
     if not config.evaluation.tasks.suites:
-        return None
+        return {}
     tokenizer = open_tokenizer(config)
     if tokenizer is None:
         raise ConfigError("evaluation.tasks.suites: tasks are text; they need data.tokenizer")
-    return TaskEvaluations(engine, tokenizer, sinks, watch)
+    return open_suites(config.evaluation.tasks, tokenizer, group)
+
+
+def build_task_evaluations(
+    engine: TrainingEngine, suites: Suites, sinks: Sequence[Sink], watch: Watch
+) -> TaskEvaluations | None:
+    """Build the callback that asks open suites; None where there are none."""
+    tokenizer = open_tokenizer(engine.config)
+    return TaskEvaluations(engine, suites, tokenizer, sinks, watch) if suites and tokenizer else None
 
 
 def build_instruments(engine: TrainingEngine) -> list[Callback]:

@@ -41,6 +41,7 @@ from megamem.training.build import (
     build_task_evaluations,
     build_validation,
     held_out_documents,
+    open_task_suites,
     open_tokenizer,
     start_topology,
 )
@@ -48,7 +49,7 @@ from megamem.training.callbacks.bad_steps import BadSteps
 from megamem.training.callbacks.memory_sizes import MemorySizes
 from megamem.training.callbacks.metrics import Throughput, peak_memory_by_rank
 from megamem.training.callbacks.objective_terms import ObjectiveTerms
-from megamem.training.callbacks.task_evaluations import TaskEvaluations
+from megamem.training.callbacks.task_evaluations import TaskEvaluations, missing_tasks
 from megamem.training.checkpointing import (
     Checkpoints,
     check_folder_everywhere,
@@ -117,10 +118,12 @@ def _train_in_folder(
     heartbeat.begin(config.steps)
 
     config = placed_as_before(config, checkpoint)
+    suites = open_task_suites(config, group)
     engine = build_engine(config, topology, draw=checkpoint is None)
     if is_rank_0:
         start = describe_start(config) if checkpoint is None else []
-        _print_facts(engine, feeders, checkpoint, [*start, *describe_learning(config), *skipped], console)
+        more = [*start, *describe_learning(config), *skipped, *missing_tasks(suites)]
+        _print_facts(engine, feeders, checkpoint, more, console)
     # nothing of ours draws from the global generators; what libraries drew while they were imported differs by process
     torch.manual_seed(config.training.seed + topology.rank)
 
@@ -133,7 +136,7 @@ def _train_in_folder(
             run_checkpoints(config), config.checkpoint, group, lambda line: console.print(line, highlight=False)
         )
         bad_steps, throughput = BadSteps(config.training.max_bad_steps), Throughput()
-        tasks = build_task_evaluations(engine, sinks, watchdog.progress)
+        tasks = build_task_evaluations(engine, suites, sinks, watchdog.progress)
         callbacks = _callbacks(engine, sinks, saver, facts, bad_steps, throughput, watchdog)
         callbacks += [tasks] if tasks else []
         trainer = Trainer(config, topology, engine, feeders, callbacks, watchdog.progress)
@@ -270,7 +273,7 @@ def _evaluate(
         # the full reports are in evaluation.json
         figures = finite(found.figures())
     if tasks is not None:
-        figures = {**figures, **tasks.final(trainer, console)}
+        figures = {**figures, **finite(tasks.final(trainer, console))}
     result = RunResult(
         run_dir=str(config.run_folder),
         steps=trainer.step,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -299,18 +300,20 @@ class TestTasks:
         (tmp_path / "recall").mkdir()
         document = {"context": text_of(40, 1), "question": "gate of the", "answers": ["e"]}
         (tmp_path / "recall" / "drop.jsonl").write_text(f"{json.dumps(document)}\n" * 3)
-        tasks = {"suites": ["recall"], "every": 3, "limit": 2, "folder": str(tmp_path), "only": ["drop"]}
+        tasks = {"suites": ["recall"], "every": 3, "limit": 2, "folder": str(tmp_path), "only": ["drop", "fda"]}
         tree = run_tree(data, tmp_path / "runs", name="asked", evaluation={"tasks": tasks})
         config = write_config(tmp_path / "asked.yaml", tree)
         with Job(tmp_path / "job", 2, command, "train", str(config)) as job:
             assert job.codes(90) == [0, 0], job.output(0)
+            assert re.search(r"^missing: fda_2048: .*recall/fda.jsonl", job.output(0, "out"), re.MULTILINE)
         folder = tmp_path / "runs" / "asked"
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         asked = [record for record in records if "recall.drop_2048.contains" in record]
         assert [record["step"] for record in asked] == [3, 6]
         final = json.loads((folder / "result.json").read_text())["recall.drop_2048.contains"]
         assert (
-            json.loads((folder / "suites" / "recall-only-drop-step-6.json").read_text())["scores"][0]["value"] == final
+            json.loads((folder / "suites" / "recall-only-drop-fda-step-6.json").read_text())["scores"][0]["value"]
+            == final
         )
 
     def test_bad_input(self, run, exported, tmp_path):

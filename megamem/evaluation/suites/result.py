@@ -123,7 +123,7 @@ def with_error(value: float, stderr: float | None) -> str:
 
 
 def suite_table(result: SuiteResult) -> Table:
-    """Return a suite's table: a line for each task, one for the mean, and one for each task that is missing."""
+    """Return a suite's table: a line for each task that was asked, and one for the mean."""
     table = Table(title=f"{result.suite}: {result.model}{f', {result.asked}' if result.asked else ''}")
     for name in ("task", "metric"):
         table.add_column(name, no_wrap=True)

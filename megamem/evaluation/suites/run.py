@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import logging
 import math
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from megamem.errors import ConfigError, DataError, DependencyError
+import torch.distributed as dist
+
+from megamem.errors import ConfigError, DataError, DependencyError, MegamemError
+from megamem.evaluation.losses import perplexity
 from megamem.evaluation.suites.base import Setting, Suite, SuiteTask, definitions
 from megamem.evaluation.suites.result import NOT_ASKED, SuiteResult, TaskScore, mean_and_error, ratio_and_error
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
     from lm_eval.api.task import Task
+    from torch.distributed import ProcessGroup
 
 FEWSHOT_SEED = 1234
 """lm-eval's default."""
@@ -32,6 +38,15 @@ class OpenSuite:
     missing: Mapping[str, str]
     """Why tasks are not there, by name."""
     setting: Setting
+
+    def documents(self) -> dict[str, str]:
+        """Return by task how many documents it asks, and a hash of the first and the last of them."""
+        found = {}
+        for line, task in self.tasks:
+            asked = task.eval_docs
+            ends = repr((asked[0], asked[len(asked) - 1])).encode()
+            found[line.name] = f"{len(asked)} {sha256(ends).hexdigest()}"
+        return found
 
     def run(
         self, model: LM, name: str, step: int | None = None, keep: Callable[[SuiteResult], object] | None = None
@@ -70,8 +85,37 @@ class OpenSuite:
         return result
 
 
+def open_suite_everywhere(suite: Suite, setting: Setting, group: ProcessGroup) -> OpenSuite:
+    """Open the tasks of a suite on all ranks: each reads the data itself, and all have to ask the same.
+
+    A collective call of all ranks of `group`. Raises what `open_suite` raises on any rank, on all of them and naming
+    the rank; DataError too where a rank has other tasks or documents than rank 0.
+    """
+    opened: OpenSuite | None = None
+    found: dict[str, str] | MegamemError
+    try:
+        opened = open_suite(suite, setting)
+        found = opened.documents()
+    except MegamemError as error:
+        found = error
+    everywhere: list[tuple[str, dict[str, str] | MegamemError]] = [("", {})] * group.size()
+    dist.all_gather_object(everywhere, (platform.node(), found), group=group)
+    first_host, first = everywhere[0]
+    for rank, (host, theirs) in enumerate(everywhere):
+        if isinstance(theirs, MegamemError):
+            raise type(theirs)(f"rank {rank} on {host}: {theirs}" if group.size() > 1 else str(theirs))
+        assert isinstance(first, dict)
+        if other := sorted(name for name in first.keys() | theirs.keys() if first.get(name) != theirs.get(name)):
+            raise DataError(
+                f"suite {suite.name}: rank {rank} on {host} does not have the documents of {other[0]} that rank 0 on "
+                f"{first_host} has; give all hosts the same data and packages"
+            )
+    assert opened is not None
+    return opened
+
+
 def open_suite(suite: Suite, setting: Setting) -> OpenSuite:
-    """Open the tasks of a suite.
+    """Open the tasks of a suite on this process.
 
     Raises: DataError where not one of them has its data and the packages that its scores need, DependencyError without
         lm-eval, ConfigError where no task has one of the names of `setting.only`.
@@ -136,8 +180,10 @@ def _ask(model: LM, task: Task, limit: int | None) -> Sequence[Mapping[str, Any]
         loaded = TaskManager(include_defaults=False).load([task])
         # every rank has the model's rank 0 for lm-eval, which gives results to that rank alone
         found = evaluate(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=True)
+    task._instances = None  # its requests: prompts of the whole task, which an open task need not keep
     samples: Sequence[Mapping[str, Any]] = found["samples"][task.task_name]
-    return samples
+    # a task with several ways to read an answer has a record of each; the first is the one that is scored
+    return [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
 
 
 def _score(line: SuiteTask, samples: Sequence[Mapping[str, Any]]) -> TaskScore:
@@ -145,12 +191,12 @@ def _score(line: SuiteTask, samples: Sequence[Mapping[str, Any]]) -> TaskScore:
     values = [sample[line.metric] for sample in samples]
     if line.metric == "perplexity":  # log-probabilities: exp(-mean)
         mean, error = mean_and_error([float(value) for value in values])
-        value = math.exp(-mean)
+        value = perplexity(-mean)
         error = None if error is None else value * error
     elif line.metric in ("word_perplexity", "byte_perplexity", "bits_per_byte"):  # pairs with what they are divided by
         mean, error = ratio_and_error(*zip(*values, strict=True))
         bits = line.metric == "bits_per_byte"
-        value = -mean / math.log(2) if bits else math.exp(-mean)
+        value = -mean / math.log(2) if bits else perplexity(-mean)
         error = None if error is None else error * (1 / math.log(2) if bits else value)
     else:
         mean, error = mean_and_error([float(value) for value in values])
