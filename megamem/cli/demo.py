@@ -10,6 +10,7 @@ import typer
 
 from megamem.cli.options import Overrides
 from megamem.cli.output import write_line
+from megamem.errors import ConfigError
 
 VOCABULARY = 4096
 PROCESSES = 2
@@ -31,8 +32,11 @@ def demo(
     from megamem.cli.corpus import prepare
     from megamem.cli.remembered import remembered
 
+    given = overrides or []
+    if own := [override for override in given if override.partition("=")[0].strip() == "name"]:
+        raise ConfigError(f"{own[0]}: the demo's two runs have names of their own; runs_folder=FOLDER sets their place")
+    name = time.strftime("demo-%m%d-%H%M%S")
     prepare(folder, vocab_size=VOCABULARY, workers=PROCESSES)
-    name, given = time.strftime("demo-%m%d-%H%M"), overrides or []
     without = _train(config, folder, [f"name={name}-without", *given, *WITHOUT])
     memory = _train(config, folder, [f"name={name}-memory", *given])
     compare(without, [memory], out=memory.with_name(f"{name}-comparison"))

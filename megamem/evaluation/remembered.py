@@ -202,17 +202,15 @@ def _examples(
     documents: Sequence[_Document], decode: Callable[[Sequence[int]], str], count: int, size: int
 ) -> list[Example]:
     """Return words that were read before their chunk and become more probable by the most."""
-    found: list[tuple[float, _Document, int]] = []
+    best: dict[tuple[str, int], tuple[float, _Document, int]] = {}
     for document in documents:
-        best: dict[int, tuple[float, _Document, int]] = {}
         gains = np.exp(-document.loss) - np.exp(-document.off)
         for index in np.flatnonzero((document.distance > 0) & (document.places % size >= LEAST_BEFORE - 1)).tolist():
-            gain, label = float(gains[index]), int(document.labels[index])
-            if gain > best.get(label, (0.0,))[0]:
-                best[label] = (gain, document, index)
-        found += best.values()
+            gain, key = float(gains[index]), (document_of(document.name), int(document.labels[index]))
+            if gain > best.get(key, (0.0,))[0]:
+                best[key] = (gain, document, index)
     shown: list[Example] = []
-    for _, document, index in sorted(found, key=lambda entry: -entry[0]):
+    for _, document, index in sorted(best.values(), key=lambda entry: -entry[0]):
         if len(shown) == count:
             break
         token, place = decode([int(document.labels[index])]), int(document.places[index])

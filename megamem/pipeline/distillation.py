@@ -22,12 +22,11 @@ from megamem.config.model import MixerConfig, ModelConfig
 from megamem.config.run import RunConfig
 from megamem.memory.base import LABEL_IGNORED, Chunk
 from megamem.model.stage import Stage
+from megamem.ops.linear_cross_entropy import slice_count
 from megamem.pipeline.start_weights import base_names, check_tokenizer, load_base, open_weights
 
 DISTILLATION = "distillation"
 """Name of the divergence among the losses of a step."""
-SLICE = 128
-"""Tokens of whose logits the divergence is computed at a time."""
 
 
 class Teacher:
@@ -62,15 +61,18 @@ class Teacher:
         """
         total = hidden.new_zeros((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
         predicted = labels != LABEL_IGNORED
+        slices = slice_count(labels.numel(), stage.config.vocab_size)
 
         def of_slice(own: Tensor, theirs: Tensor, counted: Tensor) -> Tensor:
-            """Return the sum of some tokens: own, theirs [tokens, batch, hidden_size]; counted [tokens, batch]."""
+            """Return the sum of some tokens: own, theirs [tokens, 1, hidden_size]; counted [tokens, 1]."""
             ours = self._log_probabilities(stage, own)
             with torch.no_grad():
                 wanted = self._log_probabilities(self.stage, theirs)
             return ((wanted.exp() * (wanted - ours)).sum(-1) * counted).sum()
 
-        for part in zip(hidden.split(SLICE), taught.split(SLICE), predicted.split(SLICE), strict=True):
+        # the tokens of all rows one after the other
+        parts = (whole.flatten(0, 1)[:, None].chunk(slices) for whole in (hidden, taught, predicted))
+        for part in zip(*parts, strict=True):
             total = total + cast(Tensor, checkpoint(of_slice, *part, use_reentrant=False))
         return self.weight * total
 

@@ -59,6 +59,13 @@ class WindowEngine(TrainingEngine):
             self.teacher = open_teacher(distill.teacher, distill.mixer, distill.weight, model, *own)
         return Window(self.stage, self.objective, self.teacher, self.config.training.window_order)
 
+    def close(self) -> None:
+        """See `TrainingEngine.close`; the teacher's weights are given back too."""
+        super().close()
+        if self.teacher is not None:
+            for parameter in self.teacher.stage.parameters():
+                parameter.data = parameter.new_empty(0)
+
     def backwards(self) -> int:
         """See `TrainingEngine.backwards`: one for each window."""
         return self.micro_batches * (self.config.chunks // self.config.bptt_chunks)

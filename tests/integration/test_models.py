@@ -311,10 +311,8 @@ class TestTasks:
         asked = [record for record in records if "recall.drop_2048.contains" in record]
         assert [record["step"] for record in asked] == [3, 6]
         final = json.loads((folder / "result.json").read_text())["recall.drop_2048.contains"]
-        assert (
-            json.loads((folder / "suites" / "recall-only-drop-fda-step-6.json").read_text())["scores"][0]["value"]
-            == final
-        )
+        kept = json.loads((folder / "suites" / "recall-only-drop-fda-step-6.json").read_text())
+        assert kept["scores"][0]["value"] == final
 
     def test_bad_input(self, run, exported, tmp_path):
         assert "no such task" in refused("evaluate", run, "--tasks", "telepathy")

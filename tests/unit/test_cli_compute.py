@@ -88,3 +88,11 @@ def test_the_number_of_a_device_counts_in_a_process_by_itself(monkeypatch, wante
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(LayoutError, match=r"parallel\.device: cuda:2: there are 2 CUDA device\(s\)"):
         topology_device("cuda:2")
+
+
+def test_the_demo_names_its_runs_itself(tmp_path):
+    """Both runs would have the one name that is given; said before anything is fetched."""
+    result = CliRunner().invoke(app, ["demo", "--folder", str(tmp_path / "data"), "name=mine"])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith("name=mine: the demo's two runs have names of their own")
+    assert not (tmp_path / "data").exists()

@@ -15,8 +15,8 @@ from megamem.errors import CheckpointError, ConfigError
 from megamem.memory.base import LABEL_IGNORED, Chunk
 from megamem.model.objective import build_objective
 from megamem.model.stage import Stage, build_stage
+from megamem.ops import linear_cross_entropy
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from megamem.pipeline import distillation
 from megamem.pipeline.distillation import Teacher, check_teacher, open_teacher
 from megamem.pipeline.train_chunk import loss_names
 from megamem.pipeline.window import Window
@@ -46,10 +46,10 @@ def places(tokens: Tensor) -> list[Chunk]:
     return [Chunk((begin,) * tokens.shape[1]) for begin in range(0, tokens.shape[0], CHUNK)]
 
 
-@pytest.mark.parametrize("size", [5, 128], ids=["slices", "whole"])
+@pytest.mark.parametrize("size", [5 * 4 * VOCABULARY, 2**28], ids=["slices", "whole"])
 def test_the_divergence_is_that_of_a_loop(monkeypatch: pytest.MonkeyPatch, tokens: Tensor, size: int) -> None:
     """Value and gradients; tokens without a label and rows beyond the vocabulary have no part in it."""
-    monkeypatch.setattr(distillation, "SLICE", size)
+    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", size)
     student, teacher = make(0, mixer=MEMORY), Teacher(make(1, mixer="full_attention"), WEIGHT)
     taught = teacher.read(tokens, places(tokens))
     noise = torch.Generator().manual_seed(2)
