@@ -118,10 +118,11 @@ def write_shards(
 
     Raises:
         ConfigError: more parts than input files.
-        DataError: an empty corpus (a part may be empty), inputs that cannot be read, a folder of other shards or texts
-            or that another process is writing, or too little disk space.
+        DataError: an empty corpus (a part may be empty), inputs that cannot be read or whose documents would have the
+            same names, a folder of other shards or texts or that another process is writing, or too little disk space.
     """
     all_files = input_files(inputs, field)
+    _require_own_names(all_files)
     files: Sequence[InputFile] = all_files
     if part:
         require_parts_only(folder)
@@ -329,6 +330,18 @@ def _finish(
     shutil.rmtree(folder / RECORDS)
     (folder / WRITING_FILE).unlink()
     return index
+
+
+def _require_own_names(files: Sequence[InputFile]) -> None:
+    """Raise DataError where documents of two files would have one name: evaluations tell documents apart by it."""
+    known: dict[str, str] = {}
+    for file in files:
+        if file.name in known:
+            raise DataError(
+                f"{known[file.name]} and {file.path}: both would be called {file.name}; give a folder above both, or "
+                "each file once"
+            )
+        known[file.name] = file.path
 
 
 def _inputs_digest(files: Sequence[InputFile]) -> str:

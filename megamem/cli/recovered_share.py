@@ -67,4 +67,4 @@ def _reference(path: Path | None, mixer: str, run: Trained, overrides: Sequence[
         return base_of(run.config, mixer, run.origin)
     if path.suffix == ".json":
         return read_losses(path)
-    return like(path, run.config) if is_imported(path) else open_trained(path, overrides)
+    return like(path, run.config, overrides) if is_imported(path) else open_trained(path, overrides)

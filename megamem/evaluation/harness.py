@@ -104,7 +104,8 @@ class HarnessModel(TemplateLM):
         most = max((each.limit for each in asked), default=0)
         if most >= self.max_length:
             raise ConfigError(
-                f"--max-length {self.max_length}: leaves no token for prompts, as a task writes up to {most}"
+                f"--max-length {self.max_length}, or data.sequence_length while a run trains, leaves no token for "
+                f"prompts, as a task writes up to {most}"
             )
         prompts = [
             self.tok_encode(request.args[0])[-(self.max_length - each.limit) :] or [self.prefix_token_id]

@@ -33,6 +33,8 @@ COVERED = (0.025, 0.975)
 """Quantiles of the draws that an interval lies between."""
 GAP = "recovered_gap"
 """Figure: what full attention gains on attention within chunks, L_local - L_full, in nats per token."""
+OVER_CONTROL = "recovered_over_control"
+"""Figure: the share that is recovered beyond that of a model trained alike without a memory."""
 BLOCK = 256
 """Draws that are made at once: of 100,000 documents they take 0.2 GB."""
 _PIECE = re.compile(r"(?:, tokens [\d,]+ to [\d,]+)+$")  # copies are read in pieces, which may be cut again

@@ -65,12 +65,13 @@ def open_imported(path: Path, overrides: Sequence[str]) -> ImportedModel:
     return ImportedModel(weights, as_run(path, model.model_dump(mode="json"), model.chunk_size, given), path.name)
 
 
-def like(path: Path, run: RunConfig) -> ImportedModel:
+def like(path: Path, run: RunConfig, overrides: Sequence[str]) -> ImportedModel:
     """Return what `megamem convert from-hf` wrote, to be evaluated on the text of a run.
 
+    overrides: those that the run has been given too.
     Raises: as `open_imported`; CheckpointError where the run's tokenizer is another one.
     """
-    imported = open_imported(path, ())
+    imported = open_imported(path, overrides)
     check_tokenizer(open_weights(imported.weights), vocabulary_hash(run.data.tokenizer))
     tree = {**run.model_dump(mode="json"), "model": imported.config.model.model_dump(mode="json")}
     return ImportedModel(imported.weights, parse_config(RunConfig, tree, str(path)), path.name)

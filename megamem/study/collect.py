@@ -17,7 +17,15 @@ from megamem.costs.parameters import parameter_counts
 from megamem.costs.state_bytes import model_state_bytes
 from megamem.errors import ConfigError
 from megamem.evaluation.metrics import read_points
-from megamem.evaluation.recovered import GAP, NoGapError, as_figures, read_losses, recovered_share, share_over_control
+from megamem.evaluation.recovered import (
+    GAP,
+    OVER_CONTROL,
+    NoGapError,
+    as_figures,
+    read_losses,
+    recovered_share,
+    share_over_control,
+)
 from megamem.evaluation.report import METRICS, REPORT
 from megamem.evaluation.suites.result import read_suites
 from megamem.runs.result import read_result
@@ -100,7 +108,7 @@ def recovered_figures(against: RecoveredConfig | None, run: PlannedRun, runs: Se
     control = None if against.control is None else _evaluated(against.control, run, runs)
     if control is not None:
         over = share_over_control(local, full, memory, read_losses(control))
-        shares |= as_figures({"recovered_over_control": over})
+        shares |= as_figures({OVER_CONTROL: over})
     return {name: value for name, value in shares.items() if value is not None}
 
 

@@ -10,7 +10,7 @@ from typing import get_args
 
 from megamem.config.evaluation import SuiteName
 from megamem.errors import ConfigError
-from megamem.evaluation.recovered import GAP
+from megamem.evaluation.recovered import GAP, OVER_CONTROL
 from megamem.study.collect import Record
 from megamem.study.config import EVALUATION, SEED, TRAINED, StudyConfig, TableConfig, evaluations_of, matches
 from megamem.study.grid import PlannedRun
@@ -133,7 +133,8 @@ def cells(study: StudyConfig, table: TableConfig, statuses: Sequence[RunStatus],
 def _needs_more(study: StudyConfig, figure: str, record: Record) -> bool:
     """Return whether a figure takes an evaluation that has not been made: of a suite, or of a model to compare with."""
     if "recovered" in figure:
-        return study.recovered is not None and GAP not in record.figures
+        # that of a control comes after the others
+        return study.recovered is not None and (GAP not in record.figures or figure == OVER_CONTROL)
     return figure.split(".")[0] in get_args(SuiteName)
 
 

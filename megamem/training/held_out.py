@@ -13,7 +13,7 @@ from rich.console import Console
 from megamem.config.run import RunConfig
 from megamem.data.batch import EvaluationDocument
 from megamem.data.feeder import HeldOutDocuments
-from megamem.errors import ConfigError
+from megamem.errors import ConfigError, DataError
 from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.losses import text_sha256
 from megamem.evaluation.memory_length import LengthCurve, LengthLoss, length_fields
@@ -138,7 +138,8 @@ def evaluate_remembered(
 def _documents(run: Trained) -> list[EvaluationDocument]:
     """Return what the evaluation of a trained model reads.
 
-    Raises: ConfigError for an evaluation that changes how the model is read, as only `evaluate_run` does.
+    Raises: ConfigError for an evaluation that changes how the model is read, as only `evaluate_run` does; DataError
+        where no document is longer than a chunk.
     """
     evaluation = run.config.evaluation
     for name, changed in (
@@ -151,7 +152,13 @@ def _documents(run: Trained) -> list[EvaluationDocument]:
             raise ConfigError(f"evaluation.{field}: is for `megamem evaluate` alone; give evaluation.{name}")
     tokenizer = open_tokenizer(run.config)
     counter = TextCounter(tokenizer.token_bytes()) if tokenizer else None
-    return final_documents(held_out_text(run), run.config, counter)
+    found, size = final_documents(held_out_text(run), run.config, counter), run.config.model.chunk_size
+    if all(document.predicted_tokens <= size for document in found):
+        raise DataError(
+            f"data.validation: no document is longer than a chunk of {size} tokens, where a memory begins to count; "
+            "give longer ones, or a larger evaluation.sequence_length if it cuts them"
+        )
+    return found
 
 
 @dataclass(frozen=True)

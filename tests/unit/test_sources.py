@@ -14,9 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 import webdataset
 import zstandard
+from data_helpers import make_tokenizer
 
 from megamem.errors import DataError, DependencyError
 from tokenization.readers import expansion
+from tokenization.shards import write_shards
 from tokenization.sources import documents, input_files
 
 TEXTS = ["first text\n", "zweiter Text: äöü", "third 🙂\r\nline"]
@@ -295,3 +297,17 @@ def test_tars_ask_for_the_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "webdataset.tariterators", None)
     with pytest.raises(DependencyError, match=r"a tar needs webdataset; pip install 'megamem\[webdataset\]'"):
         list(documents(input_files([tmp_path])))
+
+
+def test_files_of_one_name_are_no_shards(tmp_path):
+    """Their documents could not be told apart; below a folder they have their places in it for names."""
+    for language in ("en", "de"):
+        (tmp_path / language).mkdir()
+        (tmp_path / language / "text.jsonl").write_text('{"text": "one and another"}\n')
+    english, german = (tmp_path / language / "text.jsonl" for language in ("en", "de"))
+    make_tokenizer(tmp_path / "tokenizer")
+    shards = tmp_path / "shards"
+    for files in ([english, german], [english, english]):
+        with pytest.raises(DataError, match=rf"en/text.jsonl and {files[1]}: both would be called text.jsonl; give a"):
+            write_shards(files, tmp_path / "tokenizer", shards)
+    assert not shards.exists()

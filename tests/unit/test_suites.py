@@ -254,7 +254,10 @@ class TestKnownTasks:
             COMMONSENSE,
             RULER,
         ]
-        with pytest.raises(ConfigError, match="only pica: no task of commonsense begins so; there is lambada_openai"):
+        with pytest.raises(
+            ConfigError,
+            match=r"^--only \(evaluation.tasks.only\) pica: no task of commonsense begins so; there is lambada_openai",
+        ):
             choose_suites(["commonsense"], SUITES, ["arc", "pica"])
 
     def test_lengths_are_nothing_to_tasks_without_them(self, folder):

@@ -153,7 +153,10 @@ def recall_task(name: str, line: str, length: int, setting: Setting) -> Task:
     """
     form, file = SETS[name], setting.data / FOLDER / f"{name}.jsonl"
     if length <= RESERVED:
-        raise DataError(f"recall: {length} tokens have no room for a context; give --lengths above {RESERVED}")
+        raise DataError(
+            f"recall: {length} tokens have no room for a context; give --lengths, or evaluation.tasks.lengths, above "
+            f"{RESERVED}"
+        )
     if file.is_file():
         documents = read_documents(file)
     else:

@@ -147,7 +147,10 @@ def examples(form: NeedleForm, length: int, count: int, words: Sequence[str], se
         while tokens(document) > length:
             used -= step
             if used < needles:
-                raise DataError(f"ruler: {length} tokens have no room for a haystack; give a larger --lengths")
+                raise DataError(
+                    f"ruler: {length} tokens have no room for a haystack; give a larger --lengths, or "
+                    "evaluation.tasks.lengths"
+                )
             document = write_needles(draws, form, used, words)
         found.append(document)
     return found

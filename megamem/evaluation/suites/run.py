@@ -163,7 +163,10 @@ def choose_suites(
     chosen = [suites[name] for name in names]
     tasks = [line.name for suite in chosen for line in suite.tasks(lengths or suite.lengths)]
     if unknown := [begin for begin in only if not any(task.startswith(begin) for task in tasks)]:
-        raise ConfigError(f"only {unknown[0]}: no task of {', '.join(names)} begins so; there is {tasks[0]}")
+        of = ", ".join(names)
+        raise ConfigError(
+            f"--only (evaluation.tasks.only) {unknown[0]}: no task of {of} begins so; there is {tasks[0]}"
+        )
     return chosen
 
 
