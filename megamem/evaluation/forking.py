@@ -49,6 +49,8 @@ class ForkedReader:
         self.rank, self.ranks = (self.topology.dp_rank, self.topology.dp_size) if self.topology else (0, 1)
         self._kept: tuple[tuple[int, tuple[tuple[int, ...], ...]], list[RowGroup]] | None = None
         """Prefixes of the last batch (their number of tokens, their sources on each rank) and this rank's states."""
+        self._next: Batch | None = None
+        """The batch after the one that is being read."""
 
     def score(self, sequences: Sequence[Sequence[int]], scored: Sequence[int]) -> list[tuple[float, bool]]:
         """Return the log-probability of the last tokens of each sequence in nats, and whether each is the likeliest.
@@ -67,7 +69,7 @@ class ForkedReader:
         batches = plan_batches(sequences, most, self.rows * self.ranks)
         with self._reading():
             for done, batch in enumerate(batches):
-                with self._telling(done, len(batches)):
+                with self._telling(done, batches):
                     self._score_batch(batch, sequences, scored, found)
         nats, wrong = self._over_ranks(found).tolist()
         return [(value, count == 0) for value, count in zip(nats, wrong, strict=True)]
@@ -126,7 +128,7 @@ class ForkedReader:
         with self._reading():
             for done, batch in enumerate(batches):
                 own = batch.part(self.rank, self.ranks)
-                with self._telling(done, len(batches)):
+                with self._telling(done, batches):
                     new = self._continue_batch(batch, own, prompts, limits, end_token, stop)
                 if self._owns(batch):
                     for index, row in zip(own.members, new, strict=True):
@@ -178,8 +180,7 @@ class ForkedReader:
             self.reader.most_rows = most_rows
             return decoder
         sources = own.prefixes
-        # what all ranks hold, so that they read anew, or not, together
-        key = (batch.shared, tuple(part.prefixes for part in parts))
+        key = self._key(batch)
         if self._kept is None or self._kept[0] != key:
             self._kept = None  # the last one's states are given back before others are made
             self.reader.most_rows = max(len(part.prefixes) for part in parts)
@@ -189,9 +190,17 @@ class ForkedReader:
             assert prefixes.groups is not None
             self._kept = key, prefixes.groups
         rows = [sources.index(source) for source in own.sources]
-        decoder.groups = select_rows(self.stage.state_specs, self._kept[1], rows)
+        groups = self._kept[1]
+        if self._next is None or self._key(self._next) != key:
+            self._kept = None  # on all ranks; where no prefix has several members here, its states are handed over
+        once = self._kept is None and rows == list(range(len(sources)))
+        decoder.groups = groups if once else select_rows(self.stage.state_specs, groups, rows)
         self.reader.most_rows = most_rows
         return decoder
+
+    def _key(self, batch: Batch) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """Return what prefixes all ranks read for a batch, so that they read anew, or not, together."""
+        return batch.shared, tuple(batch.part(rank, self.ranks).prefixes for rank in range(self.ranks))
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -203,12 +212,13 @@ class ForkedReader:
             self._kept, self.reader.most_rows = None, 0
 
     @contextmanager
-    def _telling(self, done: int, batches: int) -> Iterator[None]:
+    def _telling(self, done: int, batches: Sequence[Batch]) -> Iterator[None]:
         """Read a batch inside a `with` statement, after `done` of all `batches`, and report progress."""
         progress = self.progress or (lambda done, of: None)
-        with self.reader.telling(partial(progress, done, batches)):
+        self._next = batches[done + 1] if done + 1 < len(batches) else None
+        with self.reader.telling(partial(progress, done, len(batches))):
             yield
-        progress(done + 1, batches)
+        progress(done + 1, len(batches))
 
     @staticmethod
     def _place(position: int, batch: Batch) -> Chunk:

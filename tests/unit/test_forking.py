@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from megamem.config.model import ModelConfig
+from megamem.evaluation import forking
 from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.shared_prefixes import Batch, find_groups, plan_batches
 from megamem.memory.base import Chunk
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.pipeline.reader import select_rows
 from tests.unit.evaluation_helpers import CHUNK, CPU, MIXERS, TOLERANCE, VOCABULARY, make_stage, model_config
 
 MORE = {
@@ -152,6 +154,32 @@ def test_a_context_with_eight_questions_is_read_once():
     counter.read = 0
     Evaluator(stage, rows=8).score(prompts, [1] * len(prompts))
     assert counter.read <= once
+
+
+def test_states_are_copied_only_where_several_requests_need_them(monkeypatch):
+    """Of texts that share nothing each is read into the states that it goes on with: no memory for two of them."""
+    copied = []
+    monkeypatch.setattr(forking, "select_rows", lambda *parts: copied.append(parts[2]) or select_rows(*parts))
+    stage, alike = make_stage("full_attention"), [[1, 2, 3] * CHUNK + [i] for i in range(5)]
+    apart = [[i, *range(2 * CHUNK), i] for i in range(5)]
+    scores = [Evaluator(stage, rows=2).score(texts, [1] * 5) for texts in (apart, alike)]
+    assert copied == [[0, 0], [0, 0]], "five of one text in batches of two; nobody needs it after the last"
+    for texts, found in zip((apart, alike), scores, strict=True):
+        for text, (nats, _) in zip(texts, found, strict=True):
+            assert nats == pytest.approx(slow_score(stage, text, 1)[0], abs=TOLERANCE)
+
+
+def test_progress_is_told_within_a_batch():
+    """After each call of the model: a watchdog waits for one, not for a batch of long texts."""
+    told = []
+    evaluator = Evaluator(make_stage("elastic_memory"), rows=2)
+    evaluator.score([[1] * (6 * CHUNK), [2] * (6 * CHUNK)], [1, 1], progress=lambda *counts: told.append(counts))
+    assert told[-1] == (1, 1)
+    assert told[:-1] == [(0, 1)] * (len(told) - 1)
+    assert len(told) > 6, "a call for each chunk"
+    told.clear()
+    evaluator.score([[1, 2, 3]], [1])
+    assert not told
 
 
 @pytest.mark.parametrize(("sequences", "scored"), [([[1, 2]], [2]), ([[1, 2]], [0]), ([[1]], [1])])
