@@ -35,7 +35,7 @@ def demo(
     given = overrides or []
     if own := [override for override in given if override.partition("=")[0].strip() == "name"]:
         raise ConfigError(f"{own[0]}: the demo's two runs have names of their own; runs_folder=FOLDER sets their place")
-    name = time.strftime("demo-%m%d-%H%M%S")
+    name = time.strftime("demo-%d-%H%M%S")  # no wider than the table has room for
     prepare(folder, vocab_size=VOCABULARY, workers=PROCESSES)
     without = _train(config, folder, [f"name={name}-without", *given, *WITHOUT])
     memory = _train(config, folder, [f"name={name}-memory", *given])
