@@ -101,24 +101,23 @@ def build_validation(engine: TrainingEngine, sinks: Sequence[Sink], watch: Watch
     return Validation(config.evaluation.every, lambda: validate(engine, texts, watch), sinks)
 
 
-def open_task_suites(config: RunConfig, group: ProcessGroup) -> Suites:
+def open_task_suites(config: RunConfig, tokenizer: Tokenizer | None, group: ProcessGroup) -> Suites:
     """Open the suites that `evaluation.tasks` names; none where it names none. A collective call.
 
+    tokenizer: the run's, if it names one; group: all ranks.
     Raises: ConfigError without a tokenizer, and what `open_suites` raises.
     """
     if not config.evaluation.tasks.suites:
         return {}
-    tokenizer = open_tokenizer(config)
     if tokenizer is None:
         raise ConfigError("evaluation.tasks.suites: tasks are text; they need data.tokenizer")
     return open_suites(config.evaluation.tasks, tokenizer, group)
 
 
 def build_task_evaluations(
-    engine: TrainingEngine, suites: Suites, sinks: Sequence[Sink], watch: Watch
+    engine: TrainingEngine, suites: Suites, tokenizer: Tokenizer | None, sinks: Sequence[Sink], watch: Watch
 ) -> TaskEvaluations | None:
-    """Build the callback that asks open suites; None where there are none."""
-    tokenizer = open_tokenizer(engine.config)
+    """Build the callback that asks the suites of `open_task_suites`; None where there are none."""
     return TaskEvaluations(engine, suites, tokenizer, sinks, watch) if suites and tokenizer else None
 
 

@@ -118,7 +118,7 @@ def _train_in_folder(
     heartbeat.begin(config.steps)
 
     config = placed_as_before(config, checkpoint)
-    suites = open_task_suites(config, group)
+    suites = open_task_suites(config, tokenizer, group)
     engine = build_engine(config, topology, draw=checkpoint is None)
     if is_rank_0:
         start = describe_start(config) if checkpoint is None else []
@@ -136,7 +136,7 @@ def _train_in_folder(
             run_checkpoints(config), config.checkpoint, group, lambda line: console.print(line, highlight=False)
         )
         bad_steps, throughput = BadSteps(config.training.max_bad_steps), Throughput()
-        tasks = build_task_evaluations(engine, suites, sinks, watchdog.progress)
+        tasks = build_task_evaluations(engine, suites, tokenizer, sinks, watchdog.progress)
         callbacks = _callbacks(engine, sinks, saver, facts, bad_steps, throughput, watchdog)
         callbacks += [tasks] if tasks else []
         trainer = Trainer(config, topology, engine, feeders, callbacks, watchdog.progress)

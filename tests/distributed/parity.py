@@ -39,6 +39,11 @@ def expected(case: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float]
 def assert_gradients(case: dict[str, Any], found: dict[str, Any]) -> None:
     """Every gathered gradient, and the global norm."""
     gradients, _, _ = expected(case)
+    assert_gradients_are(gradients, found)
+
+
+def assert_gradients_are(gradients: dict[str, torch.Tensor], found: dict[str, Any]) -> None:
+    """Every gathered gradient of a case, and the global norm, against those of one process."""
     global_norm = torch.stack([g.norm() for g in gradients.values()]).norm()
     assert found["gradients"].keys() == gradients.keys()
     for parameter, exact in gradients.items():

@@ -44,7 +44,7 @@ def folder_of(path, **answers):
     return str(path)
 
 
-def test_ranks_that_would_ask_other_things_are_refused(tmp_path, monkeypatch):
+def test_ranks_that_would_ask_other_things_are_refused(tmp_path):
     """A set that one host lacks, another text, and no data on one host: each is an error on both ranks."""
     both = folder_of(tmp_path / "both", drop="red", nq="town")
     other = folder_of(tmp_path / "other", drop="town", nq="town")

@@ -111,7 +111,6 @@ class TaskEvaluations(Callback):
         for suite in self._run(self.config.final_limit, trainer.step, keep):
             figures.update(suite.figures())
             if keep is not None:
-                keep(suite)
                 console.print(suite_table(suite))
         return figures
 
@@ -123,6 +122,9 @@ class TaskEvaluations(Callback):
         keep: given what is known of a suite after each of its tasks.
         """
         if self._last is not None and self._last[0] == (step, limit):
+            if keep is not None:
+                for result in self._last[1]:
+                    keep(result)
             return self._last[1]
         from megamem.evaluation.harness import HarnessModel
         from megamem.evaluation.suites.base import UNBOUNDED
