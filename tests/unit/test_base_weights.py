@@ -114,7 +114,7 @@ def test_an_import_is_asked_with_its_own_tokenizer(tmp_path):
         update={"data": opened.config.data.model_copy(update={"tokenizer": tmp_path / "theirs"})}
     )
     with pytest.raises(CheckpointError, match=r"trained with the tokenizer \w+, that of data.tokenizer is \w+"):
-        like(tmp_path / "plain", run)
+        like(tmp_path / "plain", run, [])
 
 
 def test_the_end_of_documents_can_be_named(tmp_path):
@@ -198,7 +198,7 @@ def test_local_and_full_attention_of_a_run_are_those_of_its_base(imports, texts)
         run = run_of(imports / "delta", files, training={"freeze": "base"})
         for kind, loss in wanted.items():
             assert Evaluator(base_of(run, kind, "runs/x").load()).losses(texts).loss == pytest.approx(loss, rel=1e-6)
-    assert like(imports / "plain", run).config.data == run.data
+    assert like(imports / "plain", run, []).config.data == run.data
     with pytest.raises(ConfigError, match=r"runs/x: began from no weights .*; give --local and --full"):
         base_of(config(), "full_attention", "runs/x")
 
