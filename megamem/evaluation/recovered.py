@@ -99,6 +99,11 @@ class ModelLosses(MeasuredModel):
             memory_off_nats=_padded([document["chunk_nats"] for document in off]),
         )
 
+    @property
+    def beyond_first_chunk_loss(self) -> float:
+        """Nats per token; not a number where no document is longer than a chunk."""
+        return float(self.nats[:, 1:].sum() / self.tokens[:, 1:].sum())
+
     def by_document(self, called: Sequence[str]) -> ModelLosses:
         """Return the same with the sums of each document's pieces added up.
 

@@ -98,6 +98,12 @@ def final_documents(
     return cut_documents(predicted, config.model.chunk_size, bound, counter, _depth(config))
 
 
+def validations_read_the_same(config: RunConfig) -> bool:
+    """Return whether validations while training read what the evaluation at the end reads."""
+    bounds = config.evaluation
+    return bounds.max_tokens == bounds.final_max_tokens and _depth(config) == LEAST_CHUNKS
+
+
 def _depth(config: RunConfig) -> int:
     """Chunks below which documents are not cut: at least what a training sequence has."""
     return max(LEAST_CHUNKS, config.chunks)

@@ -27,6 +27,7 @@ from megamem.evaluation.recovered import (
     share_over_control,
 )
 from megamem.evaluation.report import METRICS, REPORT
+from megamem.evaluation.run import validations_read_the_same
 from megamem.evaluation.suites.result import read_suites
 from megamem.runs.result import read_result
 from megamem.study.config import EVALUATION, SEED, TRAINED, RecoveredConfig, StudyConfig
@@ -112,12 +113,40 @@ def recovered_figures(against: RecoveredConfig | None, run: PlannedRun, runs: Se
     return {name: value for name, value in shares.items() if value is not None}
 
 
+def recovered_curve(against: RecoveredConfig | None, run: PlannedRun, runs: Sequence[PlannedRun]) -> dict[float, float]:
+    """Return the recovered share of a run by training tokens, from its validations while training.
+
+    Empty where these read other text than the evaluations of local and full attention, where those are not made yet or
+    where there is no gap between them.
+
+    Args:
+        against: where the losses of local and full attention are.
+        run: the run, finished or not.
+        runs: all of the study.
+    """
+    if against is None or not validations_read_the_same(run.config):
+        return {}
+    folders = [_evaluated(named, run, runs) for named in (against.local, against.full)]
+    losses = [read_losses(folder).beyond_first_chunk_loss for folder in folders if folder is not None]
+    if len(losses) < len(folders) or not losses[0] > losses[1]:
+        return {}
+    local, full = losses
+    points = curve(run, "val_beyond_first_chunk_loss")
+    return {tokens: (local - loss) / (local - full) for tokens, loss in points.items()}
+
+
 def check_recovered(against: RecoveredConfig | None, runs: Sequence[PlannedRun]) -> None:
-    """Raise ConfigError where a study lacks a run that others are measured against, before any is trained."""
-    for named in () if against is None else (against.local, against.full, against.control):
+    """Raise ConfigError where what others are measured against is missing, a run or a file, before any is trained."""
+    if against is None:
+        return
+    for side, named in (("local", against.local), ("full", against.full), ("control", against.control)):
         if isinstance(named, Mapping):
             for run in runs:
                 _reference(named, run, runs)
+        elif named is not None and not (named / REPORT).is_file():
+            raise ConfigError(
+                f"recovered.{side}: {named} has no {REPORT}; `megamem evaluate MODEL --out {named}` writes it"
+            )
 
 
 def _evaluated(named: Path | Mapping[str, str], run: PlannedRun, runs: Sequence[PlannedRun]) -> Path | None:

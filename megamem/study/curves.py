@@ -1,10 +1,11 @@
-"""Loss curves of a study's runs, finished or not."""
+"""Curves of a study's runs over training tokens, finished or not: losses, and the recovered share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megamem.study.collect import curve, mean_training_flops
+from megamem.study.collect import curve, mean_training_flops, recovered_curve
+from megamem.study.config import StudyConfig
 from megamem.study.grid import PlannedRun
 from megamem.study.plots import Plot, Series
 
@@ -13,11 +14,11 @@ POINTS = 150
 TITLES = {"loss": "Training loss", "val_loss": "Validation loss while training"}
 
 
-def loss_plots(runs: Sequence[PlannedRun]) -> list[Plot]:
-    """Return a plot of each kind of loss that any run has a curve of, colored by the axis that the reader chooses.
+def curve_plots(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[Plot]:
+    """Return a plot of each figure that any run has a curve of, colored by the axis that the reader chooses.
 
     Losses are drawn over training tokens and, where a token costs more in one run than in another, validation losses
-    over training FLOPs too.
+    over training FLOPs too; the recovered share over training tokens.
     """
     names = list(runs[0].labels)
     varied = [axis for axis in names if len({run.labels[axis] for run in runs}) > 1]
@@ -25,22 +26,31 @@ def loss_plots(runs: Sequence[PlannedRun]) -> list[Plot]:
     drawn = []
     for figure, title in TITLES.items():
         name = f"curves-{figure.replace('_', '-')}"
-        if series := _curves(runs, figure, [1.0] * len(runs)):
+        if series := _curves(runs, [curve(run, figure) for run in runs]):
             drawn.append(Plot(name, title, "training tokens", figure, series, log_x=True, by=by))
     flops = [mean_training_flops(run.config) for run in runs]
-    if len(set(flops)) > 1 and (series := _curves(runs, "val_loss", flops)):
+    losses = [_scaled(curve(run, "val_loss"), per_token) for run, per_token in zip(runs, flops, strict=True)]
+    if len(set(flops)) > 1 and (series := _curves(runs, losses)):
         title = f"{TITLES['val_loss']}, by compute"
         drawn.append(Plot("curves-val-loss-by-flops", title, "training FLOPs", "val_loss", series, log_x=True, by=by))
+    if series := _curves(runs, [recovered_curve(study.recovered, run, runs) for run in runs]):
+        title, y_label = "Recovered share while training", "recovered share"
+        drawn.append(Plot("curves-recovered-share", title, "training tokens", y_label, series, by=by))
     return drawn
 
 
-def _curves(runs: Sequence[PlannedRun], figure: str, per_token: Sequence[float]) -> tuple[Series, ...]:
-    """Return the curve of each run that has one. per_token: what a token counts on the x axis, of each run."""
+def _scaled(points: Mapping[float, float], factor: float) -> dict[float, float]:
+    """Return a curve whose x is `factor` times as large."""
+    return {factor * x: y for x, y in points.items()}
+
+
+def _curves(runs: Sequence[PlannedRun], curves: Sequence[Mapping[float, float]]) -> tuple[Series, ...]:
+    """Return the curve of each run that has points. curves: y by x, of each run."""
     found = []
-    for run, cost in zip(runs, per_token, strict=True):
-        points = thinned(curve(run, figure))
+    for run, known in zip(runs, curves, strict=True):
+        points = thinned(known)
         if points:
-            x, marks = [cost * tokens for tokens in points], len(points) < 20
+            x, marks = list(points), len(points) < 20
             found.append(Series(run.name, x, list(points.values()), marks=marks, labels={**run.labels}))
     return tuple(found)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from megamem.files import write_bytes, write_json
 from megamem.study.collect import records, write_table
 from megamem.study.config import StudyConfig
-from megamem.study.curves import loss_plots
+from megamem.study.curves import curve_plots
 from megamem.study.grid import planned_runs, study_folder
 from megamem.study.laws.fitted import fitted_laws
 from megamem.study.page import Section, page
@@ -41,7 +41,7 @@ def write_report(study: StudyConfig) -> tuple[str, Path]:
         texts.append(law.markdown())
         law_data.append({"name": law.config.name, "fitted": law.data, "notes": law.notes})
         laws.append(Section(law.config.title, law.heads, law.rows, law.notes, law.plots))
-    curves = loss_plots(runs)
+    curves = curve_plots(study, runs)
     for plot in [*(plot for section in (*tables, *laws) for plot in section.plots), *curves]:
         draw_png(plot, folder / f"{plot.name}.png")
     text = "\n".join(texts)

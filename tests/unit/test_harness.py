@@ -57,5 +57,7 @@ def test_a_window_has_to_leave_tokens_for_prompts():
     """Otherwise a prompt would be cut to nothing."""
     asked = types.SimpleNamespace(args=("What is wet?", {"until": ["\n"], "max_gen_toks": 48}))
     model = HarnessModel(types.SimpleNamespace(), Words(), 48)
-    with pytest.raises(ConfigError, match=r"--max-length 48, .* leaves no token for prompts, as a task writes up to 48"):
+    with pytest.raises(
+        ConfigError, match=r"--max-length 48, .* leaves no token for prompts, as a task writes up to 48"
+    ):
         model.generate_until([asked])

@@ -20,7 +20,7 @@ from megamem.errors import ConfigError
 from megamem.runs.result import RunResult, write_result
 from megamem.study.collect import mean_training_flops, memory_floats, records
 from megamem.study.config import LawConfig, StudyConfig
-from megamem.study.curves import POINTS, loss_plots, thinned
+from megamem.study.curves import POINTS, curve_plots, thinned
 from megamem.study.grid import planned_runs
 from megamem.study.laws import fitted
 from megamem.study.laws.fit import Fit, Law
@@ -290,7 +290,7 @@ def test_text_in_plots_is_escaped():
 
 def test_curves_are_colored_by_any_axis(study):
     runs = planned_runs(study)
-    training, validation, compute = loss_plots(runs)
+    training, validation, compute = curve_plots(study, runs)
     # each run's tokens by what one of them costs
     for by_tokens, by_flops, run in zip(validation.series, compute.series, runs, strict=True):
         cost = mean_training_flops(run.config)

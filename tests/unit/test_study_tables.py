@@ -16,8 +16,9 @@ from megamem.errors import ConfigError
 from megamem.evaluation.suites.result import NOT_ASKED, SuiteResult, TaskScore, write_suite
 from megamem.runs.result import RunResult, read_result, write_result
 from megamem.study import tasks as processes
-from megamem.study.collect import records, suite_figures
+from megamem.study.collect import records, recovered_curve, suite_figures
 from megamem.study.config import StudyConfig
+from megamem.study.curves import curve_plots
 from megamem.study.grid import load_study, planned_runs
 from megamem.study.plots import matplotlib_figure
 from megamem.study.report import write_report
@@ -154,6 +155,34 @@ def test_recovered_shares_are_figures_with_intervals(pair, tmp_path):
     assert str(cell) == "(0 of 1 seeds; 1 where full attention is no better than local)"
 
 
+def test_recovered_shares_over_training_tokens(pair, tmp_path):
+    """From validations, where they read what the evaluations of local and full attention do."""
+    study, _, _ = pair
+    changes = {**study.change, "evaluation.max_tokens": 64, "evaluation.final_max_tokens": 64}
+    recovered = {"local": str(tmp_path / "local"), "full": str(tmp_path / "full")}
+    study = parse_config(StudyConfig, study.model_dump(mode="json") | {"recovered": recovered}, "study")
+    runs = planned_runs(study.model_copy(update={"change": changes}))
+    run = next(each for each in runs if each.labels["model"] == "memory")
+    lines = [
+        {"step": step, "tokens": 16 * step, "loss": 9.0, "val_loss": 8.0, "val_beyond_first_chunk_loss": loss}
+        for step, loss in ((1, 4.25), (2, 3.25), (3, 2.75))
+    ]
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert not recovered_curve(study.recovered, run, runs), "nothing to compare with"
+    # of two documents, the second with half a nat more in its last chunk
+    evaluated(tmp_path / "local", 4.0)
+    evaluated(tmp_path / "full", 2.0)
+    assert recovered_curve(study.recovered, run, runs) == pytest.approx({16: -0.0625, 32: 0.4375, 48: 0.6875})
+    *_, plot = curve_plots(study, runs)
+    assert [(series.name, series.y) for series in plot.series] == [(run.name, pytest.approx([-0.0625, 0.4375, 0.6875]))]
+    assert (plot.name, plot.log_x, plot.by[0]) == ("curves-recovered-share", False, "model")
+    # other text, or no gap
+    unbounded = [each for each in planned_runs(study) if each.name == run.name]
+    assert not recovered_curve(study.recovered, unbounded[0], unbounded)
+    evaluated(tmp_path / "full", 4.0)
+    assert not recovered_curve(study.recovered, run, runs)
+
+
 def test_runs_to_compare_with_are_looked_for_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "COMMAND", ["false"])
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(PAIR_RUN))
@@ -162,6 +191,13 @@ def test_runs_to_compare_with_are_looked_for_before_anything_runs(tmp_path, monk
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
     with pytest.raises(
         ConfigError, match=r"recovered: memory-\S+ is compared with .*plain.*which the study leaves out"
+    ):
+        cli_study.run(tmp_path / "study.yaml")
+    # nor is a folder that nothing has been evaluated in
+    tree["skip"] = []
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    with pytest.raises(
+        ConfigError, match=r"recovered.full: x has no evaluation.json; `megamem evaluate MODEL --out x`"
     ):
         cli_study.run(tmp_path / "study.yaml")
     assert not list(tmp_path.glob("studies/*/journal.jsonl"))
