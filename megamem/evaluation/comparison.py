@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from megamem.errors import DataError
@@ -94,16 +95,20 @@ def compare(reference: ModelLosses, models: Sequence[ModelLosses]) -> Comparison
     if not long.any():
         raise DataError(f"{reference.origin}: no document is longer than a chunk of {reference.chunk_size} tokens")
     others = [model.by_document(reference.names) for model in models]
+    read = [base, *others]
+    titles = [model.title for model in read]
+    # two runs of one name lie in different folders
+    told = [model.title if titles.count(model.title) == 1 else str(Path(model.origin).parent) for model in read]
     return Comparison(
-        reference=reference.title,
+        reference=told[0],
         chunk_size=reference.chunk_size,
         documents=int(long.sum()),
         tokens=int(base.tokens[:, 1:].sum()),
-        models=tuple(_compared(model, base, long) for model in (base, *others)),
+        models=tuple(_compared(model, title, base, long) for model, title in zip(read, told, strict=True)),
     )
 
 
-def _compared(model: ModelLosses, base: ModelLosses, long: Bool) -> ComparedModel:
+def _compared(model: ModelLosses, title: str, base: ModelLosses, long: Bool) -> ComparedModel:
     # [D, C]: without the first chunks, and without documents that have no more
     nats, off, others, tokens = (
         table[long, 1:] for table in (model.nats, model.memory_off_nats, base.nats, base.tokens)
@@ -124,7 +129,7 @@ def _compared(model: ModelLosses, base: ModelLosses, long: Bool) -> ComparedMode
             )
     own, without, other, count = (table.sum(1) for table in (nats, off, others, tokens))
     return ComparedModel(
-        title=model.title,
+        title=title,
         loss=float(own.sum() / count.sum()),
         difference=Estimate.of(own - other, count),
         better=int((own < other).sum()),

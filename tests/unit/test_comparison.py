@@ -53,6 +53,13 @@ def test_differences_are_paired_by_document() -> None:
     assert (reference.difference.value, reference.better, reference.memory_gain.value) == (0, 0, 0)
 
 
+def test_runs_of_one_name_are_told_apart_by_their_folders() -> None:
+    there = [replace(MEMORY, title="books", origin=f"studies/{name}/books/evaluation.json") for name in "ab"]
+    found = compare(LOCAL, there)
+    assert [model.title for model in found.models] == [LOCAL.title, "studies/a/books", "studies/b/books"]
+    assert compare(there[0], [LOCAL]).reference == "books"
+
+
 def test_positions_add_up_to_the_whole() -> None:
     found = compare(LOCAL, [MEMORY]).models[1]
     assert [(part.first, part.last) for part in found.by_position] == [

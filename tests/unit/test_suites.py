@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import types
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -63,9 +64,10 @@ class TestFigures:
     def result(self, **changes):
         scores = (TaskScore("one", "acc", 40.0, 3.0, 20), TaskScore("two", "acc_norm", 60.0, 4.0, 20))
         options = {
+            "scores": scores,
             "missing": {}, "limit": 20, "differs": "limit-20", "averaged": True, "seconds": 1.5, "step": 7, **changes,
         }  # fmt: skip
-        return SuiteResult("commonsense", "model", scores, **options)
+        return SuiteResult("commonsense", "model", **options)
 
     def test_the_mean_over_tasks(self):
         result = self.result()
@@ -87,6 +89,14 @@ class TestFigures:
         assert suite_table(whole).title == "commonsense: model"
         assert suite_table(part).title == "commonsense: model, asked only-arc-limit-20"
         assert part.line().endswith("step 7, asked only-arc-limit-20")
+
+    def test_a_perplexity_beyond_a_float_is_kept_in_json_that_all_can_read(self, tmp_path):
+        score = TaskScore("wiki", "word_perplexity", math.inf, math.nan, 3)
+        path = write_suite(tmp_path, self.result(scores=(score,)))
+        strict = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(word))
+        assert strict["scores"] == [{**vars(score), "value": None, "stderr": None}]
+        (read,) = read_suites(tmp_path)
+        assert read.scores == (replace(score, stderr=None),)
 
     def test_results_are_kept_in_the_run_s_folder(self, tmp_path):
         whole, part = self.result(limit=None, differs=""), self.result(differs="only-one-limit-20")

@@ -12,6 +12,7 @@ import numpy as np
 from rich.table import Table
 
 from megamem.errors import DataError
+from megamem.evaluation.report import finite
 from megamem.files import read_json, write_json
 
 FOLDER = "suites"
@@ -27,7 +28,7 @@ class TaskScore:
     task: str
     metric: str
     value: float
-    """The mean over documents in percent; perplexities as they are."""
+    """The mean over documents in percent; perplexities as they are, infinity where they are beyond a float."""
     stderr: float | None
     """Its standard error over documents; None for a single document."""
     documents: int
@@ -88,19 +89,20 @@ class SuiteResult:
         return found if self.average is None else {**found, f"{self.suite}.average": self.average}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return {
+        """Return plain data for JSON, which has no word for infinity: it is None."""
+        return finite({
             "suite": self.suite, "model": self.model, "step": self.step, "limit": self.limit, "seconds": self.seconds,
             "averaged": self.averaged, "average": self.average, "average_stderr": self.average_stderr,
             "differs": self.differs, "independent": self.independent,
             "scores": [vars(score) for score in self.scores], "missing": dict(self.missing),
-        }  # fmt: skip
+        })  # fmt: skip
 
     @staticmethod
     def from_dict(value: Mapping[str, Any]) -> SuiteResult:
         """Return the result that `to_dict` gave. Raises KeyError or TypeError for other data."""
+        scores = [{**score, "value": math.inf} if score["value"] is None else score for score in value["scores"]]
         return SuiteResult(
-            suite=value["suite"], model=value["model"], scores=tuple(TaskScore(**score) for score in value["scores"]),
+            suite=value["suite"], model=value["model"], scores=tuple(TaskScore(**score) for score in scores),
             missing=value["missing"], limit=value["limit"], averaged=value["averaged"], seconds=value["seconds"],
             differs=value["differs"], independent=value["independent"], step=value["step"],
         )  # fmt: skip
