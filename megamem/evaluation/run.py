@@ -100,8 +100,8 @@ def final_documents(
 
 def validations_read_the_same(config: RunConfig) -> bool:
     """Return whether validations while training read what the evaluation at the end reads."""
-    bounds = config.evaluation
-    return bounds.max_tokens == bounds.final_max_tokens and _depth(config) == LEAST_CHUNKS
+    bounds, last = config.evaluation, config.phases[-1]
+    return bounds.max_tokens == bounds.final_max_tokens and _depth(last) == LEAST_CHUNKS
 
 
 def _depth(config: RunConfig) -> int:

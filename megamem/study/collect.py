@@ -15,13 +15,15 @@ from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.costs.parameters import parameter_counts
 from megamem.costs.state_bytes import model_state_bytes
-from megamem.errors import ConfigError
+from megamem.errors import ConfigError, MegamemError
 from megamem.evaluation.metrics import read_points
 from megamem.evaluation.recovered import (
     GAP,
     OVER_CONTROL,
+    ModelLosses,
     NoGapError,
     as_figures,
+    check_same,
     read_losses,
     recovered_share,
     share_over_control,
@@ -49,7 +51,9 @@ class Record:
     """Value of each axis, the seed and the evaluation, by name."""
     figures: Mapping[str, float]
     """Every number of the result, of `planned_figures`, `training_figures` and, of the trained model,
-    `suite_figures`, by name."""
+    `suite_figures` and `recovered_figures`, by name."""
+    incomparable: str = ""
+    """Why there is no recovered share, although all models are evaluated; empty if there is one or none is asked."""
 
     @property
     def evaluation(self) -> str:
@@ -73,14 +77,18 @@ def records(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[Record]:
         trained = read_result(run.folder)
         if trained is None or figures(run, TRAINED, None) is None:
             continue
-        planned = {**planned_figures(run.config), **training_figures(run.config, trained.tokens)}
-        shares = recovered_figures(study.recovered, run, runs)
+        planned = {**planned_figures(run.config), **training_figures(run.config, trained.tokens, trained.tokens)}
+        shares, incomparable = dict[str, float](), ""
+        try:
+            shares = recovered_figures(study.recovered, run, runs)
+        except MegamemError as error:  # the runs are done, and have other figures
+            incomparable = str(error)
         for evaluation, change in {TRAINED: None, **changes_of(study, run)}.items():
             if (result := figures(run, evaluation, change)) is not None:
                 labels = {**run.labels, EVALUATION: evaluation}
                 numbers = {name: value for name, value in _numbers(result).items() if name != "tokens"}
                 own = {**shares, **suite_figures(run.folder, trained.steps)} if evaluation == TRAINED else {}
-                found.append(Record(run.name, labels, {**numbers, **planned, **own}))
+                found.append(Record(run.name, labels, {**numbers, **planned, **own}, incomparable))
     return found
 
 
@@ -110,14 +118,14 @@ def recovered_figures(against: RecoveredConfig | None, run: PlannedRun, runs: Se
     if control is not None:
         over = share_over_control(local, full, memory, read_losses(control))
         shares |= as_figures({OVER_CONTROL: over})
-    return {name: value for name, value in shares.items() if value is not None}
+    return {name: value for name, value in shares.items() if value is not None and math.isfinite(value)}
 
 
 def recovered_curve(against: RecoveredConfig | None, run: PlannedRun, runs: Sequence[PlannedRun]) -> dict[float, float]:
     """Return the recovered share of a run by training tokens, from its validations while training.
 
-    Empty where these read other text than the evaluations of local and full attention, where those are not made yet or
-    where there is no gap between them.
+    Empty where these read other text than the evaluation at the end, which has to be that of local and full attention;
+    where those are not evaluated yet; or where there is no gap between them.
 
     Args:
         against: where the losses of local and full attention are.
@@ -126,27 +134,49 @@ def recovered_curve(against: RecoveredConfig | None, run: PlannedRun, runs: Sequ
     """
     if against is None or not validations_read_the_same(run.config):
         return {}
-    folders = [_evaluated(named, run, runs) for named in (against.local, against.full)]
-    losses = [read_losses(folder).beyond_first_chunk_loss for folder in folders if folder is not None]
-    if len(losses) < len(folders) or not losses[0] > losses[1]:
+    folders = [_evaluated(named, run, runs) for named in (against.local, against.full, run.labels)]
+    try:
+        losses = [read_losses(folder) for folder in folders if folder is not None]
+        for other in losses[1:]:  # the run's own last, if it has ended
+            check_same(losses[0], other)
+    except MegamemError:
         return {}
-    local, full = losses
+    if None in folders[:2] or losses[0].chunk_size != run.config.model.chunk_size:
+        return {}
+    local, full = (each.beyond_first_chunk_loss for each in losses[:2])
+    if not local > full:
+        return {}
     points = curve(run, "val_beyond_first_chunk_loss")
     return {tokens: (local - loss) / (local - full) for tokens, loss in points.items()}
 
 
 def check_recovered(against: RecoveredConfig | None, runs: Sequence[PlannedRun]) -> None:
-    """Raise ConfigError where what others are measured against is missing, a run or a file, before any is trained."""
+    """Check what others are measured against, before any run is trained.
+
+    Raises: ConfigError where a run or a file is missing, or where chunks or texts are others; DataError for a damaged
+        file.
+    """
     if against is None:
         return
+    files: list[ModelLosses] = []
     for side, named in (("local", against.local), ("full", against.full), ("control", against.control)):
         if isinstance(named, Mapping):
             for run in runs:
                 _reference(named, run, runs)
-        elif named is not None and not (named / REPORT).is_file():
-            raise ConfigError(
-                f"recovered.{side}: {named} has no {REPORT}; `megamem evaluate MODEL --out {named}` writes it"
-            )
+        elif named is not None:
+            if not (named / REPORT).is_file():
+                raise ConfigError(
+                    f"recovered.{side}: {named} has no {REPORT}; `megamem evaluate MODEL --out {named}` writes it"
+                )
+            files.append(read_losses(named))
+    for file in files:
+        check_same(files[0], file)
+        for run in runs:
+            if (size := run.config.model.chunk_size) != file.chunk_size:
+                raise ConfigError(
+                    f"recovered: {file.origin} has chunks of {file.chunk_size} tokens, {run.name} of {size}; evaluate "
+                    f"it with model.chunk_size={size}"
+                )
 
 
 def _evaluated(named: Path | Mapping[str, str], run: PlannedRun, runs: Sequence[PlannedRun]) -> Path | None:
@@ -187,7 +217,8 @@ def suite_figures(folder: Path, step: int) -> dict[str, float]:
     """
     found = [suite for suite in read_suites(folder) if suite.step == step and not suite.unfinished]
     found.sort(key=lambda suite: (not suite.differs, suite.limit or math.inf))
-    return {name: value for suite in found for name, value in suite.figures().items()}
+    # a perplexity beyond a float is none that could be averaged
+    return {name: value for suite in found for name, value in suite.figures().items() if math.isfinite(value)}
 
 
 def _numbers(result: Mapping[str, object]) -> dict[str, float]:
@@ -213,17 +244,31 @@ def planned_figures(config: RunConfig) -> dict[str, float]:
     }
 
 
-def training_figures(config: RunConfig, tokens: float) -> dict[str, float]:
-    """Return `training_tokens` and `training_flops` of a run after `tokens` tokens, as it logged them."""
-    return {"training_tokens": tokens, "training_flops": tokens * mean_training_flops(config)}
+def training_figures(config: RunConfig, tokens: float, final_tokens: float | None = None) -> dict[str, float]:
+    """Return `training_tokens` and `training_flops` of a run after `tokens` tokens, as it logged them.
+
+    final_tokens: those of the whole run, which are fewer than its positions where it has padding; if they are known.
+    """
+    positions = _positions(config)
+    of_a_position = 1.0 if final_tokens is None else final_tokens / sum(positions)
+    left, flops = tokens / of_a_position, 0.0
+    costs = training_flops(config)
+    for number, per_token in zip(positions, costs, strict=True):
+        read = min(left, number)
+        flops, left = flops + read * per_token, left - read
+    # a run may have been made longer than its configuration says
+    return {"training_tokens": tokens, "training_flops": of_a_position * (flops + left * costs[-1])}
 
 
 def mean_training_flops(config: RunConfig) -> float:
     """Return the FLOPs per token of forward and backward pass, a mean over the phases of the run."""
-    phases = phases_of(config)
-    positions = [phase.steps * phase.config.training.batch_tokens for phase in phases]
-    flops = training_flops(config)
-    return sum(n * per_token for n, per_token in zip(positions, flops, strict=True)) / sum(positions)
+    positions = _positions(config)
+    return training_figures(config, sum(positions))["training_flops"] / sum(positions)
+
+
+def _positions(config: RunConfig) -> list[int]:
+    """Return the positions that each phase of a run reads."""
+    return [phase.steps * phase.config.training.batch_tokens for phase in phases_of(config)]
 
 
 def memory_floats(model: ModelConfig, context_tokens: int) -> int:

@@ -185,21 +185,26 @@ class StudyConfig(ConfigModel):
             raise ValueError(f"seeds: {repeated[0]} is given twice; each seed is a run of its own")
         if TRAINED in self.evaluations:
             raise ValueError(f"evaluations.{TRAINED}: reserved for the evaluation at the end of training")
-        wheres = [
+        # runs are chosen by axes and seed, records by their evaluation too
+        of_runs = [
             *((f"adjust.{i}.where", adjustment.where) for i, adjustment in enumerate(self.adjust)),
             *((f"skip.{i}", where) for i, where in enumerate(self.skip)),
             *((f"evaluations.{name}.where", evaluation.where) for name, evaluation in self.evaluations.items()),
-            *((f"tables.{table.name}.where", table.where) for table in self.tables),
-            *((f"laws.{law.name}.where", law.where) for law in self.laws),
         ]
         for side in ("local", "full", "control"):
             if isinstance(named := getattr(self.recovered, side, None), Mapping):
-                wheres.append((f"recovered.{side}", {axis: (value,) for axis, value in named.items()}))
-        for place, where in wheres:
-            for axis, chosen in where.items():
-                _among(f"{place}: axis", axis, values)
-                for value in chosen:
-                    _among(f"{place}.{axis}:", value, values[axis])
+                of_runs.append((f"recovered.{side}", {axis: (value,) for axis, value in named.items()}))
+        of_records = [
+            *((f"tables.{table.name}.where", table.where) for table in self.tables),
+            *((f"laws.{law.name}.where", law.where) for law in self.laws),
+        ]
+        runs_values = {axis: known for axis, known in values.items() if axis != EVALUATION}
+        for wheres, known in ((of_runs, runs_values), (of_records, values)):
+            for place, where in wheres:
+                for axis, chosen in where.items():
+                    _among(f"{place}: axis", axis, known)
+                    for value in chosen:
+                        _among(f"{place}.{axis}:", value, known[axis])
         for table in self.tables:
             for side in (table.rows, table.columns):
                 _among(f"tables.{table.name}: axis", side, values)

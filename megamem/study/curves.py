@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megamem.study.collect import curve, mean_training_flops, recovered_curve
+from megamem.study.collect import curve, mean_training_flops, recovered_curve, training_figures
 from megamem.study.config import StudyConfig
 from megamem.study.grid import PlannedRun
 from megamem.study.plots import Plot, Series
@@ -28,9 +28,8 @@ def curve_plots(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[Plot]:
         name = f"curves-{figure.replace('_', '-')}"
         if series := _curves(runs, [curve(run, figure) for run in runs]):
             drawn.append(Plot(name, title, "training tokens", figure, series, log_x=True, by=by))
-    flops = [mean_training_flops(run.config) for run in runs]
-    losses = [_scaled(curve(run, "val_loss"), per_token) for run, per_token in zip(runs, flops, strict=True)]
-    if len(set(flops)) > 1 and (series := _curves(runs, losses)):
+    costs = {mean_training_flops(run.config) for run in runs}
+    if len(costs) > 1 and (series := _curves(runs, [_by_flops(run, curve(run, "val_loss")) for run in runs])):
         title = f"{TITLES['val_loss']}, by compute"
         drawn.append(Plot("curves-val-loss-by-flops", title, "training FLOPs", "val_loss", series, log_x=True, by=by))
     if series := _curves(runs, [recovered_curve(study.recovered, run, runs) for run in runs]):
@@ -39,9 +38,9 @@ def curve_plots(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[Plot]:
     return drawn
 
 
-def _scaled(points: Mapping[float, float], factor: float) -> dict[float, float]:
-    """Return a curve whose x is `factor` times as large."""
-    return {factor * x: y for x, y in points.items()}
+def _by_flops(run: PlannedRun, points: Mapping[float, float]) -> dict[float, float]:
+    """Return a curve of a run over training FLOPs. points: the same over training tokens."""
+    return {training_figures(run.config, tokens)["training_flops"]: y for tokens, y in points.items()}
 
 
 def _curves(runs: Sequence[PlannedRun], curves: Sequence[Mapping[float, float]]) -> tuple[Series, ...]:

@@ -6,11 +6,14 @@ import json
 import signal
 import time
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 from megamem.errors import STOPPED
 
 FILE = "journal.jsonl"
+STARTED = "--- started "
+"""Beginning of the line that the queue writes into a log before each process."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class History:
     code: int | None = None
     """Exit code of the last process; None while it runs, and of one that was killed with the queue."""
     failures: int = 0
-    """Number of times that it ended neither well nor by a stop."""
+    """Number of times that it ended neither well nor by a stop, since it last ended well."""
     began: float = 0.0
     """Time at which the last process began, in seconds since 1970."""
 
@@ -84,18 +87,21 @@ def read_journal(folder: Path) -> dict[tuple[str, str], History]:
                 known = History(attempts=1, began=entry["time"])
             spent = entry["time"] - known.began
             ended = replace(known, code=entry["code"], seconds=known.seconds + spent)
-            found[key] = replace(ended, failures=known.failures + (ended.state == "failed"))
+            failures = 0 if ended.state == "ended" else known.failures + (ended.state == "failed")
+            found[key] = replace(ended, failures=failures)
     return found
 
 
 def last_words(*logs: Path) -> str:
     """Return the last line that says why a process ended, of the first log that has one.
 
-    That is a line of `megamem: ...`, or the last line of a traceback; empty if there is none.
+    That is a line of `megamem: ...`, or the last line of a traceback; empty if there is none. Of several processes that
+    wrote to a log only the last one counts.
     """
     for log in logs:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-        if reason := next((line.strip() for line in reversed(lines) if _names_cause(line)), ""):
+        last = takewhile(lambda line: not line.startswith(STARTED), reversed(lines))
+        if reason := next((line.strip() for line in last if _names_cause(line)), ""):
             return reason
     return ""
 

@@ -32,8 +32,8 @@ class Series:
     line: bool = True
     marks: bool = False
     dash: str = "solid"
-    error: Sequence[float] = ()
-    """Half the length of error bars."""
+    error: Sequence[tuple[float, float]] = ()
+    """How far each error bar goes down and up."""
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     """Lower and upper borders of a band around the line."""
@@ -144,7 +144,10 @@ def _traces(series: Series, by: Mapping[str, Sequence[object]] | None, number: i
         "marker": {"color": hue, "size": 8},
     }
     if series.error:
-        trace["error_y"] = {"type": "data", "array": list(series.error), "visible": True, "thickness": 1.2}
+        below, above = ([bar[side] for bar in series.error] for side in (0, 1))
+        trace["error_y"] = {
+            "type": "data", "symmetric": False, "array": above, "arrayminus": below, "visible": True, "thickness": 1.2,
+        }  # fmt: skip
     if series.labels:
         about = "<br>".join(f"{_text(axis)}: {_text(value)}" for axis, value in series.labels.items())
         trace["hovertemplate"] = f"{about}<br>%{{x:.4s}}, %{{y:.4f}}<extra></extra>"
@@ -197,8 +200,9 @@ def matplotlib_figure(plot: Plot) -> Figure:
         x = [plot.categories.index(str(at)) for at in series.x] if plot.categories else series.x
         if series.low:
             axes.fill_between(x, series.low, series.high, color=color(number), alpha=0.13, linewidth=0)
+        bars = list(zip(*series.error, strict=True)) or None
         axes.errorbar(
-            x, series.y, list(series.error) or None, color=color(number), label=None if name in shown else name,
+            x, series.y, bars, color=color(number), label=None if name in shown else name,
             linestyle=DASHES[series.dash] if series.line else "none", marker="o" if series.marks else None,
             markersize=5, linewidth=1.4, capsize=3,
         )  # fmt: skip

@@ -10,20 +10,22 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import BinaryIO
 
 import torch
 
 from launchers.signals import not_ignored
 from megamem.errors import FINAL, STOPPED, DependencyError, MegamemError, RunFolderError
+from megamem.files import try_lock
 from megamem.hardware import cores
 from megamem.runs.folder import RunLock
 from megamem.study import tasks as processes
 from megamem.study.config import StudyConfig
 from megamem.study.grid import PlannedRun, study_folder
-from megamem.study.journal import History, Journal, read_journal
+from megamem.study.journal import STARTED, History, Journal, read_journal
 from megamem.study.status import run_statuses
-from megamem.study.tasks import Task, keep_figures, open_partial, tasks, written_elsewhere
+from megamem.study.tasks import Task, keep_figures, open_partial, tasks, write_config, written_elsewhere
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 Job = tuple["subprocess.Popen[bytes]", BinaryIO]
@@ -148,7 +150,9 @@ class Queue:
             while running or (waiting and not self.stopping):
                 # start tasks while there is room
                 while self._room(len(running)) and not self.stopping and (task := self._next(waiting)):
-                    if task.done:  # by the process that was waited for
+                    if task.change is not None:
+                        keep_figures(task)
+                    if task.done:  # by the process that was waited for, or that a killed queue did not see the end of
                         waiting.extendleft(reversed(self._remaining([task]) or self._remaining(following[id(task)])))
                         continue
                     running[task] = self._start(task)
@@ -227,6 +231,11 @@ class Queue:
         if self.devices:
             own[DEVICES] = self.held[task] = self.devices.pop()
         log = task.log.open("ab")
+        log.write(f"{STARTED}{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n".encode())
+        log.flush()
+        if task.change is None:
+            write_config(self.study, task.run)
+            try_lock(log)  # the process inherits the lock
         out = log if task.change is None else open_partial(task)
         job = subprocess.Popen(
             [*processes.COMMAND, *task.command],

@@ -22,9 +22,9 @@ class RunStatus:
 
     run: PlannedRun
     state: str
-    """`done`, `failed`, `stopped` (by a signal, with a checkpoint; or ended, and made longer since), `begun` (running,
-    or killed) or `waiting`. A job that SLURM has not done with, evaluations included, is `queued` or `running`, or
-    `submitted` if SLURM does not answer."""
+    """`done`, `trained` (evaluations are missing), `failed`, `stopped` (by a signal, with a checkpoint; or ended, and
+    made longer since), `begun` (running, or killed) or `waiting`. A job that SLURM has not done with, evaluations
+    included, is `queued` or `running`, or `submitted` if SLURM does not answer."""
     step: int
     """The step of the last log line; all steps once it is done."""
     steps: int
@@ -59,10 +59,18 @@ def run_statuses(study: StudyConfig, runs: Sequence[PlannedRun], strict: bool = 
 
     strict: raise MegamemError if SLURM is needed and does not answer.
     """
+    # SLURM first: what a job that ends meanwhile has left is read after that, and nobody takes it for lost
+    jobs = [slurm_jobs(run.folder) for run in runs if not _complete(study, run)]
+    queued = _in_queue([own[-1] for own in jobs if own], strict)
     journal = read_journal(study_folder(study))
     statuses = [_local_status(study, run, journal) for run in runs]
-    queued = _in_queue([status.jobs[-1] for status in statuses if status.jobs and not status.complete], strict)
     return [_with_job(status, journal, queued) if status.jobs else status for status in statuses]
+
+
+def _complete(study: StudyConfig, run: PlannedRun) -> bool:
+    """Return whether training and evaluations of a run have their results."""
+    wanted = {TRAINED: None, **changes_of(study, run)}
+    return all(figures(run, evaluation, change) is not None for evaluation, change in wanted.items())
 
 
 def _local_status(study: StudyConfig, run: PlannedRun, journal: Mapping[tuple[str, str], History]) -> RunStatus:
@@ -84,7 +92,7 @@ def _local_status(study: StudyConfig, run: PlannedRun, journal: Mapping[tuple[st
         last = "stopped" if longer else "failed"
     return RunStatus(
         run,
-        "done" if trained else last,
+        _trained_state(len(done) > len(evaluations)) if trained else last,
         steps if trained else _step(run),
         steps,
         seconds,
@@ -119,11 +127,17 @@ def _with_job(status: RunStatus, journal: Mapping[tuple[str, str], History], que
         return replace(status, state=queued[job.number])
     if not job.failed:
         stopped = "stopped" if job.code == STOPPED else "waiting"
-        return replace(status, state="done" if status.trained else stopped)
+        return replace(status, state=_trained_state(status.complete) if status.trained else stopped)
     words = last_words(*sorted(job.folder.glob("*.log")))
     how = "is gone without an exit code" if job.code is None else f"exit code {job.code}"
     failure = f"job {job.number}: {how}{', ' if words else ''}{words}"
-    return replace(status, state="done" if status.trained else "failed", failures=(*status.failures, failure))
+    state = _trained_state(status.complete) if status.trained else "failed"
+    return replace(status, state=state, failures=(*status.failures, failure))
+
+
+def _trained_state(complete: bool) -> str:
+    """Return the state of a trained run. complete: whether its evaluations are there too."""
+    return "done" if complete else "trained"
 
 
 def _step(run: PlannedRun) -> int:
@@ -132,6 +146,7 @@ def _step(run: PlannedRun) -> int:
 
 
 def _steps(run: PlannedRun) -> int:
-    """Return all steps: as the run counted them for its budget of tokens, before it began without padding."""
+    """Return all steps: those given, or as the run counted them for its budget of tokens (before it began, without
+    padding)."""
     beat = read_beat(run.folder)
-    return run.config.steps if beat is None else beat.steps
+    return run.config.steps if beat is None or run.config.training.steps is not None else beat.steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 
 from launchers.config import ClusterConfig
@@ -15,14 +16,23 @@ from launchers.targets.slurm import SlurmTarget
 from megamem.config.load import load_config, read_yaml
 from megamem.config.run import RunConfig
 from megamem.config.yaml_text import to_yaml
-from megamem.errors import FINAL, MegamemError
+from megamem.errors import FINAL, STOPPED, MegamemError
 from megamem.runs.result import RESULT
 from megamem.study import tasks as processes
 from megamem.study.config import StudyConfig
 from megamem.study.grid import PlannedRun
 from megamem.study.queue import study_lock
 from megamem.study.status import RunStatus, run_statuses
-from megamem.study.tasks import Task, changes_of, evaluation_command, keep_figures, open_partial, plain, tasks
+from megamem.study.tasks import (
+    Task,
+    changes_of,
+    evaluation_command,
+    keep_figures,
+    open_partial,
+    plain,
+    tasks,
+    write_config,
+)
 
 TARGET = SlurmTarget.name
 CONFIG, EVALUATIONS = "config.yaml", "evaluations.yaml"
@@ -68,6 +78,8 @@ def submit_runs(
             else:
                 ready.append((status, run_launch(study, cluster, status, one_after_another(study, status.run, number))))
         for status, launch in ready:
+            if not status.trained:
+                write_config(study, status.run)
             launch.write({EVALUATIONS: to_yaml(plain(changes_of(study, status.run)))})
             report(f"{status.run.name}: {submit_job(launch.job.folder)}")
             found.submitted.append(status)
@@ -108,7 +120,9 @@ def failed_for_good(status: RunStatus, retries: int) -> bool:
     """Return whether the last job failed in a way that is the same the next time, or more than `retries` jobs did."""
     if not status.jobs or not status.jobs[-1].failed:
         return False
-    return status.jobs[-1].code in FINAL or sum(job.failed for job in status.jobs) > retries
+    # those that ended well before, such as of a run that has been made longer since, begin the count anew
+    failures = list(takewhile(lambda job: job.failed or job.code == STOPPED, reversed(status.jobs)))
+    return status.jobs[-1].code in FINAL or sum(job.failed for job in failures) > retries
 
 
 def one_after_another(study: StudyConfig, run: PlannedRun, number: int) -> Options:

@@ -18,7 +18,7 @@ from megamem.study.plots import Plot, Series
 from megamem.study.status import RunStatus
 
 NOT_FINITE, NOT_EVALUATED = "without a finite figure", "not evaluated"
-NO_GAP = "where full attention is no better than local"
+NO_GAP, INCOMPARABLE = "where full attention is no better than local", "not comparable"
 """Reasons why a seed of a finished run has no value."""
 
 
@@ -31,10 +31,11 @@ class Cell:
     seeds: tuple[str, ...]
     """The seeds of the values."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Planned seeds without a value, and the reason: the run's state, `NOT_FINITE`, `NOT_EVALUATED` or
-    `NO_GAP`."""
+    """Planned seeds without a value, and the reason: the run's state or one of the reasons above."""
     interval: tuple[float, float] | None = None
     """The interval that was measured with a single value (`FIGURE_low`, `FIGURE_high`), if any was."""
+    incomparable: str = ""
+    """Why a seed is not comparable, in words."""
 
     @property
     def mean(self) -> float | None:
@@ -47,11 +48,11 @@ class Cell:
         return stdev(self.values) if len(self.values) > 1 else None
 
     @property
-    def error(self) -> float:
-        """Half the length of the error bar in plots: the standard deviation, or half the interval of a single value."""
-        if self.interval is not None:
-            return (self.interval[1] - self.interval[0]) / 2
-        return self.spread or 0.0
+    def bar(self) -> tuple[float, float]:
+        """How far the error bar goes down and up: the standard deviation, or the interval of a single value."""
+        if self.interval is not None and self.mean is not None:
+            return self.mean - self.interval[0], self.interval[1] - self.mean
+        return self.spread or 0.0, self.spread or 0.0
 
     def __str__(self) -> str:
         """Return mean and standard deviation, and what is missing."""
@@ -107,7 +108,7 @@ def cells(study: StudyConfig, table: TableConfig, statuses: Sequence[RunStatus],
     known = {(record.run, record.evaluation): record for record in found}
     made = {}
     for place, planned in places(study, table, [status.run for status in statuses]).items():
-        values, missing, intervals = {}, {}, []
+        values, missing, intervals, why = {}, {}, [], ""
         for run, evaluation in planned:
             seed, record = by_run[run].run.labels[SEED], known.get((run, evaluation))
             if record is None:
@@ -119,6 +120,8 @@ def cells(study: StudyConfig, table: TableConfig, statuses: Sequence[RunStatus],
                     intervals.append((record.figures[ends[0]], record.figures[ends[1]]))
             elif "recovered" in table.figure and record.figures.get(GAP, 1.0) <= 0:
                 missing[seed] = NO_GAP
+            elif "recovered" in table.figure and record.incomparable:
+                missing[seed], why = INCOMPARABLE, record.incomparable
             elif _needs_more(study, table.figure, record):
                 missing[seed] = NOT_EVALUATED
             else:  # such as that of a run that diverged
@@ -126,7 +129,7 @@ def cells(study: StudyConfig, table: TableConfig, statuses: Sequence[RunStatus],
         measured = any((run, evaluation) in known for run, evaluation in planned)
         if measured or "failed" in missing.values():
             interval = intervals[0] if len(values) == len(intervals) == 1 else None
-            made[place] = Cell(tuple(values.values()), tuple(values), missing, interval)
+            made[place] = Cell(tuple(values.values()), tuple(values), missing, interval, why)
     return made if table.against is None else differences(made, table.against)
 
 
@@ -182,6 +185,8 @@ def filled(study: StudyConfig, table: TableConfig, found: Cells) -> Filled:
     notes = [f"{figure}, mean ± standard deviation over seeds."]
     if any(cell.interval for cell in found.values()):
         notes.append("In brackets, where there is one seed, the interval of 95 % over documents.")
+    if why := next((cell.incomparable for cell in found.values() if cell.incomparable), ""):
+        notes.append(f"Not comparable: {why}.")
     if not any(cell.values for cell in found.values()):
         notes.append(f"No finished run here has `{table.figure}` as a finite figure.")
     notes += [f"Published: {table.source}."] if published and table.source else []
@@ -215,6 +220,9 @@ def plots(study: StudyConfig, table: TableConfig, found: Cells) -> list[Plot]:
     """Return points with error bars by column, a color for each row; published figures in a plot of their own."""
     rows, columns = sides(study, table, found)
     figure = f"{table.figure}, less that of {table.against}" if table.against else table.figure
+    bars = {"95 % over documents" for cell in found.values() if cell.interval}
+    bars |= {"standard deviation over seeds" for cell in found.values() if cell.spread is not None}
+    with_bars = f"{figure} (bars: {' or, of several, '.join(sorted(bars))})" if bars else figure
     measured, published = [], []
     for number, row in enumerate(rows):
         here = [(column, cell) for column in columns if (cell := found.get((row, column))) and cell.values]
@@ -222,7 +230,7 @@ def plots(study: StudyConfig, table: TableConfig, found: Cells) -> list[Plot]:
             measured.append(
                 Series(
                     row, [column for column, _ in here], [mean(cell.values) for _, cell in here], number, marks=True,
-                    error=[cell.error for _, cell in here],
+                    error=[cell.bar for _, cell in here],
                 )
             )  # fmt: skip
         paper = table.paper.get(row, {})
@@ -230,7 +238,8 @@ def plots(study: StudyConfig, table: TableConfig, found: Cells) -> list[Plot]:
             published.append(Series(row, known, [paper[column] for column in known], number, marks=True, dash="dot"))
     drawn = []
     if measured:
-        drawn.append(Plot(table.name, table.title, table.columns, figure, tuple(measured), categories=tuple(columns)))
+        shown = tuple(measured)
+        drawn.append(Plot(table.name, table.title, table.columns, with_bars, shown, categories=tuple(columns)))
     if published:
         title = f"{table.title}, published"
         name = f"{table.name}-published"

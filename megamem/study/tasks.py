@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ COMMAND = [sys.executable, "-m", "megamem"]
 """The command of a process, without its arguments."""
 LOGS = "logs"
 """Folder of the processes' output."""
+STEPS, PLACE = "training.steps", "runs_folder"
+"""Keys of a run's configuration that may change after it has begun: more steps, another folder."""
 CHANGE = "change"
 """Key of an evaluation's file: the changes that it was defined by, beside its figures."""
 Figures = Mapping[str, object]
@@ -100,26 +103,32 @@ def _object(text: str) -> dict[str, object] | None:
 def check_begun(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
     """Raise RunFolderError where a folder holds a run that was begun with another configuration.
 
-    More steps are no other configuration: the run goes on.
+    More steps are no other configuration: the run goes on. Nor is another place: studies may be moved.
     """
     for run in runs:
         config = config_file(study, run)
         if not (config.exists() and run.folder.exists()):
             continue
-        begun, now = read_yaml(config), plain(run.tree)
-        if begun != now and not _made_longer(begun, now):
-            raise RunFolderError(
-                f"{run.folder}: was begun with another configuration than the study now gives ({config}); "
-                "delete it, or give the study another name"
-            )
+        begun, now = flattened({**read_yaml(config), PLACE: None}), flattened({**run.tree, PLACE: None})
+        differing = [key for key in sorted(begun.keys() | now.keys()) if begun.get(key) != now.get(key)]
+        if not differing or (differing == [STEPS] and (now.get(STEPS) or 0) > (begun.get(STEPS) or math.inf)):
+            continue
+        key = next((key for key in differing if key != STEPS), STEPS)
+        raise RunFolderError(
+            f"{run.folder}: was begun with another configuration ({config}): {key} was {json.dumps(begun.get(key))}, "
+            f"the study now gives {json.dumps(now.get(key))}; change it back, or give the study another name"
+        )
 
 
-def _made_longer(begun: Any, now: Any) -> bool:
-    """Return whether two configurations differ in nothing but more steps of the later one."""
-    steps, more = begun.get("training", {}).get("steps"), now.get("training", {}).get("steps")
-    if steps is None or more is None or more <= steps:
-        return False
-    return bool(now == {**begun, "training": {**begun["training"], "steps": more}})
+def flattened(tree: Mapping[str, object], above: str = "") -> dict[str, Any]:
+    """Return the values of a configuration by dotted key, in JSON's types; lists are values."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= flattened(value, f"{above}{key}.")
+        else:
+            found[f"{above}{key}"] = json.loads(json.dumps(value))
+    return found
 
 
 def config_file(study: StudyConfig, run: PlannedRun) -> Path:
@@ -133,7 +142,7 @@ def log_file(study: StudyConfig, run: PlannedRun, evaluation: str) -> Path:
 
 
 def tasks(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[tuple[Task, list[Task]]]:
-    """Return each run's training and the evaluations that follow it, and write each run's configuration file.
+    """Return each run's training and the evaluations that follow it. Nothing of a run is written yet.
 
     Raises: RunFolderError where a folder holds a run that was begun with another configuration.
     """
@@ -141,15 +150,18 @@ def tasks(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[tuple[Task, li
     (study_folder(study) / LOGS).mkdir(parents=True, exist_ok=True)
     planned = []
     for run in runs:
-        config = config_file(study, run)
-        write_bytes(config, to_yaml(plain(run.tree)).encode())
-        training = Task(run, TRAINED, ["train", str(config)], log_file(study, run, TRAINED))
+        training = Task(run, TRAINED, ["train", str(config_file(study, run))], log_file(study, run, TRAINED))
         after = [
             Task(run, name, evaluation_command(run, change), log_file(study, run, name), change)
             for name, change in changes_of(study, run).items()
         ]
         planned.append((training, after))
     return planned
+
+
+def write_config(study: StudyConfig, run: PlannedRun) -> None:
+    """Write the configuration of a run that begins or goes on now: what later calls are compared with."""
+    write_bytes(config_file(study, run), to_yaml(plain(run.tree)).encode())
 
 
 def changes_of(study: StudyConfig, run: PlannedRun) -> dict[str, Changes]:
@@ -171,25 +183,38 @@ def partial_file(task: Task) -> Path:
 
 
 def open_partial(task: Task) -> BinaryIO:
-    """Open a new partial file as standard output of a process, which inherits the lock and may outlive this one."""
+    """Open a new partial file as standard output of a process, which inherits the lock and may outlive this one.
+
+    Its first line says what is evaluated, for whoever finds it finished.
+    """
     partial_file(task).unlink(missing_ok=True)
     file = partial_file(task).open("wb")
     try_lock(file)
+    file.write(f"{json.dumps({CHANGE: task.change})}\n".encode())
+    file.flush()
     return file
 
 
 def written_elsewhere(task: Task) -> bool:
     """Return whether another process writes the task's files, such as one that a killed queue left behind."""
-    return (task.change is not None and held(partial_file(task))) or held(task.run.folder / "lock")
+    # a training takes the run's own lock when it has come so far, its log from the first moment on
+    files = [task.log if task.change is None else partial_file(task), task.run.folder / "lock"]
+    return any(held(file) for file in files)
 
 
 def keep_figures(task: Task) -> None:
-    """Make the output of an evaluation that has ended its result, if its last line has the figures."""
+    """Make the output of an evaluation that has ended its result, if its last line has the figures.
+
+    Of one that a killed queue left behind too; not of another evaluation, nor of a model that has gone on learning.
+    """
     partial = partial_file(task)
-    lines = partial.read_text(encoding="utf-8").splitlines()
-    if lines and (found := _object(lines[-1])) is not None:
-        partial.write_text(json.dumps({CHANGE: task.change, **found}) + "\n", encoding="utf-8")
-        partial.replace(task.output)
+    if not partial.exists() or _older(partial, evaluation_file(task.run, TRAINED)):
+        return
+    first, *lines = [_object(line) for line in partial.read_text(encoding="utf-8").splitlines()] or [None]
+    if first != {CHANGE: plain(task.change or {})} or not lines or lines[-1] is None:
+        return
+    partial.write_text(json.dumps({**first, **lines[-1]}) + "\n", encoding="utf-8")
+    partial.replace(task.output)
 
 
 def plain(tree: Mapping[str, object]) -> object:

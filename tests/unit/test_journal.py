@@ -1,6 +1,6 @@
 """The journal of a study's processes, and what their logs say last."""
 
-from megamem.study.journal import Journal, last_words, read_journal
+from megamem.study.journal import STARTED, Journal, last_words, read_journal
 
 
 def test_the_journal_of_processes(tmp_path):
@@ -12,6 +12,13 @@ def test_the_journal_of_processes(tmp_path):
     assert {key[0]: history.state for key, history in read_journal(tmp_path).items()} == {"a": "stopped", "b": "begun"}
     journal.began("a", "trained")
     journal.ended("a", "trained", 0)
+    journal.ended("b", "trained", -9)
+    failures = {key[0]: history.failures for key, history in read_journal(tmp_path).items()}
+    assert failures == {"a": 0, "b": 1}, "a stop is none"
+    journal.began("b", "trained")
+    journal.ended("b", "trained", 0)
+    assert read_journal(tmp_path)["b", "trained"].failures == 0, "what ends well begins the count anew"
+    journal.began("b", "trained")
     journal.ended("b", "trained", -9)
     with journal.path.open("a") as file:
         file.write('{"time": 1, "run"')
@@ -30,7 +37,7 @@ def test_a_line_that_was_cut_short_takes_no_other_with_it(tmp_path, monkeypatch)
     journal.began("a", "trained")
     journal.ended("a", "trained", 0)
     history = read_journal(tmp_path)["a", "trained"]
-    assert (history.state, history.failures, history.attempts) == ("ended", 1, 2)
+    assert (history.state, history.failures, history.attempts) == ("ended", 0, 2)
     assert history.seconds == 2.0
 
 
@@ -41,3 +48,6 @@ def test_last_words_of_a_log(tmp_path):
     assert last_words(log) == "ValueError: a defect: it is"
     log.write_text("megamem: first\nmegamem: rank 1: second\nstep 3\n")
     assert last_words(log) == "megamem: rank 1: second"
+    with log.open("a") as file:
+        file.write(f"{STARTED}2026-01-01 00:00:00 UTC\nstep 4\n")
+    assert last_words(log) == "", "what an earlier process said is not why the last one ended"

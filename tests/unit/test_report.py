@@ -13,22 +13,24 @@ from pyarrow import parquet
 
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
+from megamem.config.run import RunConfig
 from megamem.costs.flops import flops_per_token
 from megamem.costs.parameters import parameter_counts
 from megamem.costs.state_bytes import model_state_bytes
 from megamem.errors import ConfigError
 from megamem.runs.result import RunResult, write_result
-from megamem.study.collect import mean_training_flops, memory_floats, records
+from megamem.study.collect import Record, mean_training_flops, memory_floats, records, training_figures
 from megamem.study.config import LawConfig, StudyConfig
 from megamem.study.curves import POINTS, curve_plots, thinned
 from megamem.study.grid import planned_runs
 from megamem.study.laws import fitted
-from megamem.study.laws.fit import Fit, Law
+from megamem.study.laws.fit import Fit, FitError, Law
 from megamem.study.laws.fitted import fitted_laws
-from megamem.study.laws.points import mixing_note
+from megamem.study.laws.points import loss_curves, mixing_note
 from megamem.study.plots import Plot, Series, plotly_figure
 from megamem.study.status import run_statuses
-from tests.finished_study import LAWS, STUDY, finished_study, quick_report
+from megamem.training.phases import training_flops
+from tests.finished_study import LAWS, RUN, STUDY, finished_study, quick_report
 
 
 @pytest.fixture(scope="module")
@@ -302,6 +304,34 @@ def test_curves_are_colored_by_any_axis(study):
     (change,) = menu["buttons"][1]["args"]
     assert change["name"] == ["none", "none", "elastic", "elastic"] * 4
     assert change["showlegend"] == [True, False, True] + [False] * 13
+
+
+def test_two_evaluations_are_no_curve():
+    rows = [
+        Record("a", {"seed": "0", "evaluation": name}, {"training_tokens": 4096.0, "val_loss": 3.0})
+        for name in ("trained", "uniform")
+    ]
+    law = LawConfig(name="law", title="Law", kind="tokens_to_loss", per="memory", axis="size", points="final")
+    assert loss_curves(law, rows[:1]) == {"0": {4096.0: 3.0}}
+    with pytest.raises(
+        FitError, match="two figures after 4,096 tokens, of the evaluations trained and uniform; choose"
+    ):
+        loss_curves(law, rows)
+
+
+def test_flops_follow_the_phases_of_a_run():
+    """Of sequences of two lengths, the longer ones at the end and a quarter of all positions padding."""
+    training = {**RUN["training"], "phases": [{"from_step": 16, "sequence_length": 64}]}
+    tree = {**RUN, "model": {**RUN["model"], "mixer": "full_attention"}, "training": training}
+    config = parse_config(RunConfig, tree, "run")
+    short, long = training_flops(config)
+    assert long > 1.01 * short
+    flops = lambda tokens, *end: training_figures(config, tokens, *end)["training_flops"]  # noqa: E731
+    assert flops(512) == pytest.approx(512 * short)
+    assert flops(2048) == pytest.approx(1024 * short + 1024 * long)
+    assert flops(3072, 3072) == pytest.approx(0.75 * (1024 * short + 3072 * long))
+    assert flops(768, 3072) == pytest.approx(768 * short), "the first phase ends with its positions"
+    assert mean_training_flops(config) == pytest.approx((1024 * short + 3072 * long) / 4096)
 
 
 def test_long_curves_are_thinned():

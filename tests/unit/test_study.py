@@ -11,6 +11,7 @@ import yaml
 
 from megamem.config.load import parse_config
 from megamem.errors import ConfigError, RunFolderError
+from megamem.files import try_lock
 from megamem.runs.folder import RunLock
 from megamem.runs.result import RunResult, write_result
 from megamem.study import queue
@@ -98,7 +99,8 @@ def test_a_combination_that_cannot_run_is_named(study):
         ({"axes": {}}, "axes"),
         ({"seeds": [3, 4, 3]}, "seeds: 3 is given twice; each seed is a run of its own"),
         ({"axes": {"run": {"a": {}}}}, "axes.run: reserved; take another name"),
-        ({"skip": [{"color": ["red"]}]}, "skip.0: axis 'color' is none of evaluation, model, seed, width"),
+        ({"skip": [{"color": ["red"]}]}, "skip.0: axis 'color' is none of model, seed, width"),
+        ({"skip": [{"evaluation": ["uniform"]}]}, "skip.0: axis 'evaluation' is none of model, seed, width"),
         ({"skip": [{"width": ["huge"]}]}, "skip.0.width: 'huge' is none of narrow, wide"),
         ({"evaluations": {"trained": {"change": {}}}}, "evaluations.trained: reserved"),
         (
@@ -288,6 +290,60 @@ def test_an_evaluation_that_a_killed_queue_left_is_waited_for(study, fake):
     assert written_elsewhere(evaluations[0])
     process.communicate(b"\n")
     assert not written_elsewhere(evaluations[0])
+
+
+def test_what_an_evaluation_gave_after_its_queue_was_killed_is_kept(study, fake):
+    """Of the same evaluation: a file of another one, or one that was cut short, is made again."""
+    planned = tasks(study, planned_runs(study))
+    for training, _ in planned:
+        training.run.folder.mkdir(parents=True)
+        write_result(training.run.folder, RunResult(str(training.run.folder), 4, 400, 1.0, (1.0,), {"val_loss": 4}))
+    for number, (_, (evaluation,)) in enumerate(planned[2:]):
+        if number == 1:
+            evaluation.change = {"model.memory.0.mixer.samples": 3}
+        with open_partial(evaluation) as out:
+            if number != 2:
+                out.write(b'a table\n{"val_loss": 5.0}\n')
+    outcome, _, _ = run(study)
+    assert (len(outcome.done), len(fake())) == (10, 2), "all but the first evaluation and the last"
+    kept = [record for record in records(study, planned_runs(study)) if record.evaluation == "uniform"]
+    assert [record.figures["val_loss"] for record in kept] == [5.0, 7.0, 7.0, 5.0]
+
+
+def test_a_training_that_has_not_reached_its_folder_is_waited_for(study, fake):
+    """Its log is locked from its first moment on, as a queue that was killed has left it."""
+    training, _ = tasks(study, planned_runs(study))[0]
+    with training.log.open("ab") as log:
+        assert try_lock(log)
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=log)
+    assert written_elsewhere(training)
+    process.communicate(b"\n")
+    assert not written_elsewhere(training)
+
+
+def test_a_call_that_starts_nothing_leaves_nothing_behind(study, fake):
+    """A study of other steps that was stopped before it began is none that the runs were begun with."""
+    run(study)
+    longer = study.model_copy(update={"change": {**study.change, "training.steps": 5}})
+    tasks(longer, planned_runs(longer))
+    again, _, _ = run(study)
+    assert len(again.done) == 10
+
+
+def test_what_differs_from_a_run_that_was_begun_is_named(study, fake, tmp_path):
+    run(study)
+    for key, value, said in (
+        ("training.steps", 1, "training.steps was 2, the study now gives 1"),
+        ("model.memory.0.mixer.order", 5, r'model.memory was \[.*"order": 4.*, the study now gives .*"order": 5'),
+        ("optimizer.lr", 0.5, "optimizer.lr was null, the study now gives 0.5"),
+    ):
+        axes = {**study.axes, "model": {"memory": {**study.axes["model"]["memory"], key: value}}}
+        changed = study.model_copy(update={"axes": axes, "adjust": (), "skip": ({"width": ("wide",)},)})
+        with pytest.raises(RunFolderError, match=f"was begun with another configuration .*: {said}"):
+            run(changed)
+    moved = study.model_copy(update={"folder": tmp_path / "elsewhere"})
+    (tmp_path / "studies").rename(tmp_path / "elsewhere")
+    assert len(records(moved, planned_runs(moved))) == 10
 
 
 def test_words_instead_of_figures_are_a_failure(study, fake, monkeypatch):

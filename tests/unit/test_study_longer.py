@@ -23,10 +23,13 @@ def test_a_study_that_was_made_longer_goes_on(study, fake):  # noqa: F811
     for other in runs:  # what `megamem train` leaves when it has gone on
         write_result(other.folder, RunResult(str(other.folder), 5, 500, 1.0, (1.0,), {"val_loss": 1}))
     states = run_statuses(longer, runs)
-    assert {state.state for state in states} == {"done"}
+    assert [state.state for state in states] == ["done"] * 2 + ["trained"] * 4
     assert {state.evaluations for state in states} == {(0, 0), (0, 1)}, "those of the shorter run count no more"
     before = len(fake())
     outcome, _, _ = run(longer)
     assert outcome.failed == []
     assert len(fake()) - before == 4, "one evaluation of each run with a memory"
+    assert yaml.safe_load(config_file(longer, runs[0]).read_text())["training"]["steps"] == 2, "not trained here"
+    (runs[0].folder / "result.json").unlink()
+    run(longer)
     assert yaml.safe_load(config_file(longer, runs[0]).read_text())["training"]["steps"] == 5

@@ -197,8 +197,8 @@ def test_where_they_stand(path, cluster, capsys):
     finish(path, "more-0", 0)
     assert states(path)["more-0"].state == "running", "at its evaluations"
     cluster.show()
-    assert (states(path)["more-0"].state, states(path)["more-0"].complete) == ("done", False)
-    assert listed(path, capsys)["more-0"].items() >= {"state": "done", "done": False}.items(), (
+    assert (states(path)["more-0"].state, states(path)["more-0"].complete) == ("trained", False)
+    assert listed(path, capsys)["more-0"].items() >= {"state": "trained", "done": False}.items(), (
         "its evaluation is missing"
     )
     assert listed(path, capsys)["more-0"]["evaluations"] == {"done": 0, "of": 1}

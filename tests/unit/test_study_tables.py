@@ -16,7 +16,7 @@ from megamem.errors import ConfigError
 from megamem.evaluation.suites.result import NOT_ASKED, SuiteResult, TaskScore, write_suite
 from megamem.runs.result import RunResult, read_result, write_result
 from megamem.study import tasks as processes
-from megamem.study.collect import records, recovered_curve, suite_figures
+from megamem.study.collect import check_recovered, records, recovered_curve, suite_figures
 from megamem.study.config import StudyConfig
 from megamem.study.curves import curve_plots
 from megamem.study.grid import load_study, planned_runs
@@ -139,7 +139,10 @@ def test_recovered_shares_are_figures_with_intervals(pair, tmp_path):
     (cell,) = [cell for (row, _), cell in cells(study, table, chosen, found).items() if row == "memory"]
     assert cell.interval == (pytest.approx(0.25), pytest.approx(0.25)), "all documents win as much"
     assert str(cell) == "0.25 [0.25, 0.25]"
-    assert cell.error == pytest.approx(0.0)
+    assert cell.bar == pytest.approx((0.0, 0.0))
+    assert replace(cell, values=(0.5,), interval=(0.25, 0.625)).bar == (0.25, 0.125), (
+        "as far as the interval on each side"
+    )
     both = cells(study, table, [state for state in states if state.run.labels["width"] == "narrow"], found)
     assert both["memory", "narrow"].interval is None, "the spread over seeds stands there"
     note = filled(study, table, cells(study, table, chosen, found)).note
@@ -153,6 +156,42 @@ def test_recovered_shares_are_figures_with_intervals(pair, tmp_path):
     assert {each.figures["recovered_gap"] for each in plain} == {0}
     (cell,) = [cell for (row, _), cell in cells(study, table, chosen, without).items() if row == "plain"]
     assert str(cell) == "(0 of 1 seeds; 1 where full attention is no better than local)"
+
+
+def test_what_cannot_be_compared_leaves_the_other_figures(pair, tmp_path):
+    """Found before anything runs where a file alone says it, and in the table's note after that."""
+    study, states, _ = pair
+    recovered = {"local": str(tmp_path / "local"), "full": str(tmp_path / "full")}
+    study = parse_config(StudyConfig, study.model_dump(mode="json") | {"recovered": recovered}, "study")
+    runs = planned_runs(study)
+    for name, level in (("local", 4.0), ("full", 2.0)):
+        evaluated(tmp_path / name, level)
+    check_recovered(study.recovered, runs)
+    evaluated(runs[0].folder, 3.0)
+    file = runs[0].folder / "evaluation.json"
+    file.write_text(file.read_text().replace('"text_sha256": "x"', '"text_sha256": "y"'))
+    found = records(study, runs)
+    assert all("recovered_share" not in record.figures and "val_loss" in record.figures for record in found)
+    table = study.tables[0].model_copy(update={"figure": "recovered_share", "paper": {}})
+    chosen = [state for state in states if state.run.name == runs[0].name]
+    ((_, cell),) = cells(study, table, chosen, found).items()
+    assert str(cell) == "(0 of 1 seeds; 1 not comparable)"
+    note = filled(study, table, cells(study, table, chosen, found)).note
+    assert "Not comparable: " in note
+    assert "are not evaluated on the same text; both need the same data.validation" in note
+    file = tmp_path / "full" / "evaluation.json"
+    whole = file.read_text()
+    for given, other, said in (
+        ('"chunk_size": 8', '"chunk_size": 9', "have chunks of 9 and 8 tokens"),
+        ('"tokenizer": null', '"tokenizer": "t"', "have different tokenizers"),
+    ):
+        file.write_text(whole.replace(given, other))
+        with pytest.raises(ConfigError, match=said):
+            check_recovered(study.recovered, runs)
+    file.write_text(whole)
+    wider = planned_runs(study.model_copy(update={"change": {**study.change, "model.chunk_size": 4}}))
+    with pytest.raises(ConfigError, match=r"has chunks of 8 tokens, \S+ of 4; evaluate it with model.chunk_size=4"):
+        check_recovered(study.recovered, wider)
 
 
 def test_recovered_shares_over_training_tokens(pair, tmp_path):

@@ -37,7 +37,7 @@ def points(study: StudyConfig, law: LawConfig, runs: Sequence[PlannedRun], found
 def _validations(run: PlannedRun, record: Record, figure: str) -> Iterable[Record]:
     """Return a record for each validation of a run, from `record` of its end."""
     for tokens, value in curve(run, figure).items():
-        then = {**training_figures(run.config, tokens), figure: value}
+        then = {**training_figures(run.config, tokens, record.figures["training_tokens"]), figure: value}
         yield replace(record, figures={**record.figures, **then})
 
 
@@ -91,8 +91,15 @@ def row_labels(study: StudyConfig, law: LawConfig, record: Record) -> dict[str, 
 
 
 def loss_curves(law: LawConfig, group: Sequence[Record]) -> dict[str, dict[float, float]]:
-    """Return loss by tokens for each seed."""
+    """Return loss by tokens for each seed. Raises FitError where two evaluations give a seed two losses."""
     found: dict[str, dict[float, float]] = {}
+    evaluations: dict[tuple[str, float], str] = {}
     for record in group:
-        found.setdefault(record.labels[SEED], {})[record.figures["training_tokens"]] = record.figures[law.figure]
+        seed, tokens = record.labels[SEED], record.figures["training_tokens"]
+        if (first := evaluations.setdefault((seed, tokens), record.evaluation)) != record.evaluation:
+            raise FitError(
+                f"seed {seed} has two figures after {tokens:,.0f} tokens, of the evaluations "
+                f"{first} and {record.evaluation}; choose one under where.{EVALUATION}"
+            )
+        found.setdefault(seed, {})[tokens] = record.figures[law.figure]
     return found
