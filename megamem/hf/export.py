@@ -78,6 +78,12 @@ def to_hf(
             f"{tokenizer}: has {words.vocab_size:,} tokens, the model {model.vocab_size:,}; give the tokenizer it was "
             "trained with"
         )
+    trained_with = run.get("vocabulary_sha256")
+    if words is not None and trained_with not in (None, words.vocabulary_hash):
+        raise ConversionError(
+            f"{tokenizer}: is the tokenizer {words.vocabulary_hash[:12]}, the model was trained with "
+            f"{trained_with[:12]}; give that one, or --no-tokenizer"
+        )
     llama = native and is_llama(model)
     begun = [phase for phase in run.get("phases", []) if phase["first_step"] < run["step"]]
     length = max(part["sequence_length"] for part in (run, *begun))

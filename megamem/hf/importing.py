@@ -26,7 +26,7 @@ from megamem.hf.folder import refuse_existing, whole_folder
 from megamem.hf.names import LLAMA, OLMO2, PREFIX, QWEN2, QWEN3, SCALING, renamed
 from megamem.hf.source import IMPORTED, Source, open_source
 from megamem.model.stage import meta_stage
-from megamem.pipeline.start_weights import ADDED, OF_MEMORY, attention_name
+from megamem.pipeline.start_weights import ADDED, OF_MEMORY, attention_name, name_beside
 from tokenization.importing import import_tokenizer
 from tokenization.tokenizer import Tokenizer
 
@@ -123,6 +123,8 @@ def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Te
         counterpart = attention_name(name) if value is None else None
         if counterpart is not None:
             value = take(source, counterpart)
+        if value is None and (beside := name_beside(name)) is not None:
+            value = take(source, beside)  # the source has a memory here, the model has none
         new = value is None or (counterpart is not None and OF_MEMORY in name)
         if new:
             new_parameters.append(name)
@@ -131,15 +133,32 @@ def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Te
         if not value.is_floating_point() or value.element_size() < 2:
             raise ConversionError(f"{source.folder}: {name} is stored as {value.dtype}; quantised weights are not read")
         value = value.float()
-        if name.startswith(("embedding.", "head.")) and value.shape[0] < shape[0]:
+        if name in ("embedding.weight", "head.weight") and value.shape[0] < shape[0]:
+            if value.shape[0] < model.vocab_size:
+                raise ConversionError(
+                    f"{source.folder}: {name} has {value.shape[0]:,} rows, model.vocab_size is {model.vocab_size:,}; "
+                    "rows that are never predicted are added by model.padded_vocab_size"
+                )
             value = torch.cat((value, value.new_zeros(shape[0] - value.shape[0], *value.shape[1:])))
         if tuple(value.shape) != shape:
             raise ConversionError(f"{source.folder}: {name} would have shape {list(value.shape)}, not {list(shape)}")
         weights[name] = value.contiguous()
+    _check_tied(source, kind, model, weights)
     theirs = {name for name, _ in meta_stage(source_model(source, kind)).named_parameters()}
     if lacking := [name for name in new_parameters if name in theirs or not ADDED.fullmatch(name)]:
         raise ConversionError(f"{source.folder}: holds nothing for {lacking[0]}")
     return weights, new_parameters
+
+
+def _check_tied(source: Source, kind: str, model: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+    """Raise ConversionError where the source's head is not its embedding, though its configuration says so."""
+    head = source.get("lm_head.weight") if kind in LLAMA_TYPES and model.tie_embeddings else None
+    embedding = weights.get("embedding.weight")
+    if head is not None and embedding is not None and not torch.equal(head.float(), embedding[: len(head)]):
+        raise ConversionError(
+            f"{source.folder}: tie_word_embeddings is true, but lm_head.weight is not the embedding; set it to false "
+            "in config.json"
+        )
 
 
 def source_section(source: Source, kind: str) -> dict[str, Any]:
@@ -339,8 +358,7 @@ def gpt2_tensor(source: Source, name: str) -> Tensor | None:
 
 def own_section(source: Source) -> dict[str, Any]:
     """Return the model section of an export."""
-    section: dict[str, Any] = dict(source.config["megamem"])
-    return section
+    return _own(source, source.config["megamem"])
 
 
 def own_tensor(source: Source, name: str) -> Tensor | None:
@@ -350,8 +368,15 @@ def own_tensor(source: Source, name: str) -> Tensor | None:
 
 def imported_section(source: Source) -> dict[str, Any]:
     """Return the model section of an import."""
-    section: dict[str, Any] = dict(source.config["model"])
-    return section
+    return _own(source, source.config["model"])
+
+
+def _own(source: Source, section: object) -> dict[str, Any]:
+    """Return a model section of our own. Raises ConversionError where it is none."""
+    if not isinstance(section, dict):
+        raise ConversionError(f"{source.folder}: its model section is {section!r}, no mapping of fields")
+    # what files may leave out has the value of a new model
+    return parse_config(ModelConfig, section, str(source.folder)).model_dump(mode="json")
 
 
 def imported_tensor(source: Source, name: str) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from megamem.errors import ConversionError
 
 if TYPE_CHECKING:
     import gguf
+    from transformers import PreTrainedModel
 
 IMPORTED = "imported"
 """Architecture of what `megamem convert from-hf` has written: names and tensors are ours already."""
@@ -130,6 +131,33 @@ def _scales_rotations(reader: gguf.GGUFReader) -> bool:
     )
 
 
+def _check_whole(path: Path, reader: gguf.GGUFReader) -> None:
+    """Raise ConversionError for a GGUF file that transformers would read in part, and fill up with random weights."""
+    if (parts := reader.fields.get("split.count")) and parts.contents() > 1:
+        raise ConversionError(f"{path}: is one of {parts.contents()} parts; merge them (llama-gguf-split --merge)")
+    if any(field.contents() for name, field in reader.fields.items() if name.endswith(".expert_count")):
+        raise ConversionError(f"{path}: is a mixture of experts, which is not supported")
+    if _scales_rotations(reader):
+        raise ConversionError(f"{path}: scaled rotary positions are not read from GGUF; take the model's safetensors")
+
+
+def _check_all_read(path: Path, reader: gguf.GGUFReader, model: PreTrainedModel, missing: Collection[str]) -> None:
+    """Raise ConversionError where the model lacks tensors of a GGUF file, or the file some of the model.
+
+    transformers passes over what it does not know, and draws what it does not find.
+    """
+    if missing:
+        raise ConversionError(f"{path}: holds nothing for {min(missing)}")
+    held = {tensor.name for tensor in reader.tensors}
+    if model.config.tie_word_embeddings:  # some files have the embedding twice
+        held.discard("output.weight")
+    if len(held) > (read := len(list(model.named_parameters()))):  # those that are tied count once
+        raise ConversionError(
+            f"{path}: holds {len(held)} tensors, of which transformers reads {read} for a {model.config.model_type}; "
+            "take the model's safetensors"
+        )
+
+
 def _open_gguf(path: Path) -> Source:
     """Weights that transformers puts back from llama.cpp's quantised form. Needs the `gguf` package."""
     try:
@@ -141,14 +169,16 @@ def _open_gguf(path: Path) -> Source:
     from transformers import AutoModelForCausalLM
 
     try:
-        scaled = _scales_rotations(gguf.GGUFReader(path))
-        model = None if scaled else AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype="float32"
-        )  # fmt: skip
+        reader = gguf.GGUFReader(path)
+        _check_whole(path, reader)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype="float32", output_loading_info=True
+        )
+    except ConversionError:
+        raise
     except Exception as error:  # transformers and gguf raise all kinds for files they cannot read
         raise ConversionError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]})") from None
-    if model is None:
-        raise ConversionError(f"{path}: scaled rotary positions are not read from GGUF; take the model's safetensors")
+    _check_all_read(path, reader, model, found["missing_keys"])
     tensors = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)

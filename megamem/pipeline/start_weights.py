@@ -108,6 +108,9 @@ def new_parameters(config: RunConfig) -> frozenset[str]:
         return open_weights(files).new_parameters
     sources = weight_sources(config)
     copied = {name for name, (_, their) in sources.items() if BASE in files and OF_MEMORY in name and their != name}
+    # a base may have memories itself that are not trained yet
+    untrained = {path: open_weights(path).new_parameters for path in files.values()}
+    copied |= {name for name, (path, their) in sources.items() if their in untrained[path]}
     return (frozenset(_shapes(config.model)) - set(sources)) | copied
 
 
@@ -186,6 +189,12 @@ def attention_name(name: str) -> str | None:
     return None if found is None else found[1] + found[3]
 
 
+def name_beside(name: str) -> str | None:
+    """Return what a layer with an `added_memory` calls a parameter of a plain model's attention."""
+    found = re.fullmatch(r"(layers\.\d+\.mixer\.)(.+)", name)
+    return None if found is None else f"{found[1]}attention.{found[2]}"
+
+
 def _of_base(file: WeightsFile, shapes: Mapping[str, Shape]) -> Sources:
     """Return the sources of a model that adds memories to that of a file. Raises as `weight_sources`."""
     sources: Sources = {}
@@ -231,8 +240,7 @@ def base_names(file: WeightsFile, model: ModelConfig) -> dict[str, str]:
     names = {}
     for name, shape in _shapes(model).items():
         # attention beside an added memory is that of the base
-        beside = re.sub(r"^(layers\.\d+\.mixer)\.", r"\1.attention.", name)
-        their = next((known for known in (name, beside) if known in file.shapes), None)
+        their = next((known for known in (name, name_beside(name)) if known in file.shapes), None)
         if their is None and name not in file.new_parameters:
             raise CheckpointError(f"{file.path}: {name} is missing; the file belongs to another model")
         if their is None:

@@ -129,6 +129,9 @@ class TestToHf:
         train(["".join(letters)], 700, alien)
         line = refused("convert", "to-hf", run, tmp_path / "out", "--tokenizer", alien)
         assert "tokens, the model 320; give the tokenizer it was trained with" in line
+        train(["".join(letters)], 280, tmp_path / "other")
+        line = refused("convert", "to-hf", run, tmp_path / "out", "--tokenizer", tmp_path / "other")
+        assert re.search(r"other: is the tokenizer \w{12}, the model was trained with \w{12}; give that one, or", line)
 
 
 class TestGenerate:

@@ -158,6 +158,23 @@ def test_a_base_gives_what_an_import_of_the_memory_gives(imports, name):
     assert all(torch.equal(weights[their], wanted[own]) for own, (_, their) in sources.items())
 
 
+def test_memories_of_a_base_that_are_not_trained_yet_are_new(imports):
+    """Copies of the attention's projections lie in the file of an import, and learn wherever it is started from."""
+    file = imports / "delta" / WEIGHTS
+    assert {name for name in open_weights(file).new_parameters if name in load_file(file)}, "copies"
+    wanted = new_parameters(run_of(imports / "delta", str(file)))
+    assert new_parameters(run_of(imports / "delta", {"base": str(file)})) == wanted
+
+
+def test_a_memory_that_nothing_can_close_is_refused(imports):
+    """Its layers would not compute what the pretrained model did."""
+    added = "memory=[{layers: [1], mixer: {kind: added_memory, memory: FORM}}]"
+    with pytest.raises(ConfigError, match="added_memory: masked_mixer has no projection of its own back"):
+        from_hf(imports / "hf", imports / "flat", ["chunk_size=8", added.replace("FORM", "masked_mixer")])
+    headed = added.replace("FORM", "{kind: masked_mixer, form: headed}")
+    from_hf(imports / "hf", imports / "headed", ["chunk_size=8", headed])
+
+
 def test_a_base_that_does_not_fit_is_refused(imports):
     file = imports / "part.safetensors"
     weights = load_file(imports / "plain" / WEIGHTS)

@@ -198,6 +198,51 @@ def test_a_projection_that_is_missing_is_not_drawn_anew(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"], "nothing is left behind"
 
 
+def test_a_head_that_is_not_the_embedding_is_not_tied(tmp_path, ids):
+    """transformers takes the head then, whatever the configuration says."""
+    model = saved("llama", tmp_path / "hf", tie_word_embeddings=True)
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    for head, said in ((embedding.clone(), None), (embedding + 0.1, "lm_head.weight is not the embedding")):
+        save_file({**weights, "lm_head.weight": head}, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+        if said is None:
+            assert from_hf(tmp_path / "hf", tmp_path / "ours")["unused"] == []
+            torch.testing.assert_close(
+                logits(imported(tmp_path / "ours"), ids)[..., :96], theirs(model, ids), rtol=1e-4, atol=1e-4
+            )
+            continue
+        with pytest.raises(ConversionError, match=said):
+            from_hf(tmp_path / "hf", tmp_path / "other")
+
+
+def test_words_without_weights_are_refused(tmp_path):
+    """Their logits would be zeros, and likelier than most words."""
+    saved("llama", tmp_path / "hf")
+    with pytest.raises(ConversionError, match=r"embedding.weight has 96 rows, model.vocab_size is 112; .*padded_vocab"):
+        from_hf(tmp_path / "hf", tmp_path / "ours", ["vocab_size=112"])
+    from_hf(tmp_path / "hf", tmp_path / "ours", ["padded_vocab_size=256"])
+
+
+@pytest.mark.parametrize("again", ["memory=[]", "memory=[{layers: [2], mixer: {kind: added_memory, memory: elastic_memory}}]"])
+def test_attention_is_that_of_the_source_where_a_memory_is_taken_away(tmp_path, ids, again):
+    saved("llama", tmp_path / "hf")
+    local = [f"chunk_size={CHUNK}", "mixer=local_attention"]
+    from_hf(tmp_path / "hf", tmp_path / "local", local)
+    from_hf(tmp_path / "hf", tmp_path / "ours", [*local, ADDED["added_compressive"]])
+    facts = from_hf(tmp_path / "ours", tmp_path / "again", ["mixer=local_attention", again])
+    assert all("layers.2.mixer.memory." in name for name in facts["new_parameters"])
+    assert all(".mixer.memory." in name for name in facts["unused"])
+    torch.testing.assert_close(logits(imported(tmp_path / "again"), ids), logits(imported(tmp_path / "local"), ids))
+
+
+def test_a_section_that_is_none_is_refused(tmp_path):
+    saved("llama", tmp_path / "hf")
+    from_hf(tmp_path / "hf", tmp_path / "ours")
+    (tmp_path / "ours" / MODEL).write_text("model:\n")
+    with pytest.raises(ConversionError, match="its model section is None, no mapping of fields"):
+        from_hf(tmp_path / "ours", tmp_path / "again")
+
+
 def test_quantised_weights_are_refused(tmp_path):
     saved("llama", tmp_path / "hf")
     weights = load_file(tmp_path / "hf" / "model.safetensors")

@@ -159,6 +159,23 @@ def test_a_base_of_rotations_stands_where_the_file_has_it(tmp_path):
     assert LlamaConfig.from_pretrained(tmp_path / "hf").rope_parameters["rope_theta"] == 700.0
 
 
+@pytest.mark.parametrize("scaling", [None, "llama3"])
+def test_published_files_have_their_settings_at_the_top(tmp_path, ids, scaling):
+    """As Llama, Qwen and OLMo were published: `rope_theta` beside `rope_scaling`, none of it in `rope_parameters`."""
+    torch.manual_seed(0)
+    changes = {} if scaling is None else OTHERS["llama 3.1"][1]
+    model = randomized(LlamaForCausalLM(LlamaConfig(**{**LLAMA, **changes})).eval())
+    model.save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    written = json.loads(path.read_text())
+    parameters = written.pop("rope_parameters")
+    top = {"rope_theta": parameters.pop("rope_theta"), "rope_scaling": None if scaling is None else parameters}
+    path.write_text(json.dumps({**written, **top}))
+    from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}"])
+    found = logits(imported(tmp_path / "ours"), ids)[..., :96]
+    torch.testing.assert_close(found, theirs(model, ids), rtol=1e-4, atol=1e-4)
+
+
 def test_layers_of_another_reach_are_refused(tmp_path):
     Qwen3ForCausalLM(Qwen3Config(**LLAMA, use_sliding_window=True, sliding_window=21)).save_pretrained(tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())

@@ -20,6 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from megamem.config.model import MIXERS, AnyMixer, MixerConfig, ModelConfig
+from megamem.errors import ConfigError
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec
 from megamem.memory.composite.several import Several, SeveralConfig
 from megamem.parallel.linears import Linears, constant, info
@@ -47,20 +48,26 @@ nothing until it has learned to, as a memory that is added to a pretrained model
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> AddedMemory:
         """See `MixerConfig.build`."""
         attention, memory = (mixer.build(model, linears, layer) for mixer in self.parts.values())
-        if self.output_init == "zero":
-            start_at_zero(memory)
+        if self.output_init == "zero" and not start_at_zero(memory):
+            raise ConfigError(
+                f"layer {layer}: added_memory: {self.memory.kind} has no projection of its own back into the layer's "
+                "output that output_init: zero could start at zero"
+            )
         return AddedMemory(attention, memory, self.state_specs(model), linears.tp_size)
 
 
-def start_at_zero(memory: nn.Module) -> None:
+def start_at_zero(memory: nn.Module) -> bool:
     """Let the projections back into the residual stream start at zero: what `Linears.row` has made.
 
-    They alone are split over ranks by what they sum over.
+    They alone are split over ranks by what they sum over. Returns: whether there are any.
     """
+    found = False
     for parameter in memory.parameters():
         declared = info(parameter)
         if declared.fan_in is not None and declared.fan_in == declared.shard_axis:
             parameter.info = replace(declared, init=constant(0.0))  # type: ignore[attr-defined]
+            found = True
+    return found
 
 
 class AddedMemory(Several):
