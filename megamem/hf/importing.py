@@ -151,7 +151,10 @@ def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Te
 
 
 def _check_tied(source: Source, kind: str, model: ModelConfig, weights: Mapping[str, Tensor]) -> None:
-    """Raise ConversionError where the source's head is not its embedding, though its configuration says so."""
+    """Raise ConversionError where the source's head is not its embedding, though its configuration says so.
+
+    weights: by our names; of them the embedding counts, [padded vocabulary, hidden].
+    """
     head = source.get("lm_head.weight") if kind in LLAMA_TYPES and model.tie_embeddings else None
     embedding = weights.get("embedding.weight")
     if head is not None and embedding is not None and not torch.equal(head.float(), embedding[: len(head)]):

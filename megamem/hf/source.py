@@ -171,13 +171,14 @@ def _open_gguf(path: Path) -> Source:
     try:
         reader = gguf.GGUFReader(path)
         _check_whole(path, reader)
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype="float32", output_loading_info=True
         )
     except ConversionError:
         raise
     except Exception as error:  # transformers and gguf raise all kinds for files they cannot read
         raise ConversionError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]})") from None
+    model, found = loaded
     _check_all_read(path, reader, model, found["missing_keys"])
     tensors = dict(model.state_dict())
     if model.config.tie_word_embeddings:

@@ -223,7 +223,9 @@ def test_words_without_weights_are_refused(tmp_path):
     from_hf(tmp_path / "hf", tmp_path / "ours", ["padded_vocab_size=256"])
 
 
-@pytest.mark.parametrize("again", ["memory=[]", "memory=[{layers: [2], mixer: {kind: added_memory, memory: elastic_memory}}]"])
+@pytest.mark.parametrize(
+    "again", ["memory=[]", "memory=[{layers: [2], mixer: {kind: added_memory, memory: elastic_memory}}]"]
+)
 def test_attention_is_that_of_the_source_where_a_memory_is_taken_away(tmp_path, ids, again):
     saved("llama", tmp_path / "hf")
     local = [f"chunk_size={CHUNK}", "mixer=local_attention"]

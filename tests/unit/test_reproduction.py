@@ -116,7 +116,8 @@ def test_what_it_refers_to_is_there(paper: Paper, item: Item) -> None:
 
 
 def numbers(text: str) -> set[str]:
-    return set(re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?", text))
+    """Numbers as they are written, with a minus that no digit or letter stands before."""
+    return set(re.findall(r"(?:(?<![\w.)])-)?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?", text))
 
 
 @pytest.mark.parametrize(("paper", "item"), items())

@@ -7,7 +7,7 @@ model side by side (Dong et al., "Hymba: A Hybrid-head Architecture for Small La
 paper's norms and scales, so that the output of attention stays as it is. With `output_init: zero` the memory's
 projection back into the residual stream starts at zero, as in low-rank adaptation (Hu et al., "LoRA", 2021, section
 4.1): the layer computes attention alone until that projection has moved, which has a gradient from the first step on.
-Any mixer can be added so to a pretrained model.
+Any mixer with such a projection can be added so to a pretrained model.
 """
 
 from __future__ import annotations
