@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from megamem.runs.result import RunResult, write_result
 from megamem.study.collect import records
 from megamem.study.grid import planned_runs
 from megamem.study.queue import Queue
-from megamem.study.tasks import open_partial, tasks, written_elsewhere
+from megamem.study.tasks import open_partial, partial_file, tasks, written_elsewhere
 from tests.unit.test_study import fake, run, spans, study  # noqa: F401, fixtures
 
 
@@ -73,7 +74,7 @@ def test_an_evaluation_that_a_killed_queue_left_is_waited_for(study, fake):  # n
 
 
 def test_what_an_evaluation_gave_after_its_queue_was_killed_is_kept(study, fake):  # noqa: F811
-    """Of the same evaluation: a file of another one, or one that was cut short, is made again."""
+    """Of the same evaluation and model: a file of another one, or one that was cut short, is made again."""
     planned = tasks(study, planned_runs(study))
     for training, _ in planned:
         training.run.folder.mkdir(parents=True)
@@ -84,10 +85,11 @@ def test_what_an_evaluation_gave_after_its_queue_was_killed_is_kept(study, fake)
         with open_partial(evaluation) as out:
             if number != 2:
                 out.write(b'a table\n{"val_loss": 5.0}\n')
+    os.utime(partial_file(evaluation), (0, 0))  # the last one: its run has gone on learning since
     outcome, _, _ = run(study)
-    assert (len(outcome.done), len(fake())) == (10, 2), "all but the first evaluation and the last"
+    assert (len(outcome.done), len(fake())) == (10, 3), "all but the first evaluation"
     kept = [record for record in records(study, planned_runs(study)) if record.evaluation == "uniform"]
-    assert [record.figures["val_loss"] for record in kept] == [5.0, 7.0, 7.0, 5.0]
+    assert [record.figures["val_loss"] for record in kept] == [5.0, 7.0, 7.0, 7.0]
 
 
 def test_a_training_that_has_not_reached_its_folder_is_waited_for(study, fake):  # noqa: F811
