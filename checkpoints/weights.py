@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,10 @@ IMPORTED_MODEL, IMPORTED_WEIGHTS, IMPORTED_TOKENIZER = "model.yaml", "weights.sa
 """Names of the files that `megamem convert from-hf` writes of a model."""
 
 
+SETTINGS = ("norm_eps", "norm_position", "positions", "rope_theta", "rope_scaling", "scale_embedding")
+"""Fields of the model section by which the same tensors make other predictions."""
+
+
 @dataclass(frozen=True)
 class WeightsHeader:
     """What a weights file says of its weights besides their names."""
@@ -34,11 +39,14 @@ class WeightsHeader:
     """`Tokenizer.vocabulary_hash` of what the weights were trained with."""
     parts: Mapping[str, ModelPart] = field(default_factory=dict)
     """Parts of the model that can start another model's (`ArchitectureConfig.parts`)."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """`SETTINGS` of the model that the weights were trained in."""
 
     @classmethod
     def of_model(cls, model: ModelConfig, tokenizer: str | None, new_parameters: Sequence[str] = ()) -> WeightsHeader:
         """Return the header of a model's weights."""
-        return cls(new_parameters, tokenizer, model.architecture.parts(model))
+        settings = model.model_dump(mode="json", include=set(SETTINGS))
+        return cls(new_parameters, tokenizer, model.architecture.parts(model), settings)
 
     def metadata(self) -> dict[str, str]:
         """Return it as safetensors has it."""
@@ -47,6 +55,7 @@ class WeightsHeader:
             "dtype": "fp32",
             "new_parameters": json.dumps(list(self.new_parameters)),
             "parts": json.dumps({name: part.model_dump(mode="json") for name, part in self.parts.items()}),
+            "settings": json.dumps(dict(self.settings)),
         }
         return said if self.tokenizer is None else {**said, "tokenizer": self.tokenizer}
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from megamem.config.load import parse_config
 from megamem.config.model import MixerConfig, ModelConfig
 from megamem.config.run import RunConfig
+from megamem.errors import CheckpointError
 from megamem.memory.base import LABEL_IGNORED, Chunk
 from megamem.model.stage import Stage
 from megamem.ops.linear_cross_entropy import slice_count
@@ -101,8 +102,17 @@ def check_teacher(config: RunConfig, tokenizer: str | None) -> None:
     distill = config.training.distill
     if distill is not None:
         file = open_weights(distill.teacher)
-        base_names(file, teacher_model(distill.mixer, config.model))
+        model = teacher_model(distill.mixer, config.model)
+        base_names(file, model)
         check_tokenizer(file, tokenizer)
+        ours = model.model_dump(mode="json")
+        # the teacher is built like the model that learns, and its weights would make other predictions then
+        for name, theirs in file.settings.items():
+            if ours.get(name, theirs) != theirs:
+                raise CheckpointError(
+                    f"{file.path}: was trained with {name} {theirs}, model.{name} is {ours[name]}; a teacher is of the "
+                    "model's own kind"
+                )
 
 
 def open_teacher(

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,6 +43,8 @@ class WeightsFile:
     """`Tokenizer.vocabulary_hash` of what the weights were trained with; None if the file does not say."""
     parts: Mapping[str, ModelPart]
     """The parts of the model that they are of; none of a plain decoder."""
+    settings: Mapping[str, Any]
+    """Fields of its model section that no tensor shows, as `rope_theta`."""
 
 
 def whole_model(model: ModelConfig) -> Stage:
@@ -71,7 +74,7 @@ def open_weights(path: Path) -> WeightsFile:
     """Read the header of a weights file. Raises CheckpointError if it cannot be read."""
     if path in _expected and not path.exists():
         model, tokenizer = _expected[path]
-        return WeightsFile(path, _shapes(model), frozenset(), tokenizer, model.architecture.parts(model))
+        return WeightsFile(path, _shapes(model), frozenset(), tokenizer, model.architecture.parts(model), {})
     try:
         found = path.stat()
         return _opened(path, found.st_mtime_ns, found.st_size)
@@ -87,7 +90,8 @@ def _opened(path: Path, changed: int, size: int) -> WeightsFile:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118, not a dict
     parts = {name: ModelPart.model_validate(part) for name, part in json.loads(said.get("parts", "{}")).items()}
     new_parameters = frozenset(json.loads(said.get("new_parameters", "[]")))
-    return WeightsFile(path, shapes, new_parameters, said.get("tokenizer"), parts)
+    settings = json.loads(said.get("settings", "{}"))
+    return WeightsFile(path, shapes, new_parameters, said.get("tokenizer"), parts, settings)
 
 
 def shown_files(files: StartWeights | None) -> str:

@@ -74,7 +74,7 @@ def test_the_divergence_is_that_of_a_loop(monkeypatch: pytest.MonkeyPatch, token
     for one, other in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
     assert not any(parameter.grad is not None for parameter in teacher.stage.parameters())
-    assert float(teacher.divergence(teacher.stage, taught, taught, labels)) == pytest.approx(0.0, abs=1e-12)
+    assert float(teacher.divergence(teacher.stage, taught, taught, labels).detach()) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_the_teacher_reads_whole_sequences() -> None:
@@ -145,7 +145,11 @@ def test_a_teacher_is_looked_at_before_the_run(tmp_path) -> None:  # type: ignor
     def run(**distill: Any) -> RunConfig:
         """A run with a memory and that teacher."""
         return config(
-            model={**SHAPE, "mixer": MEMORY, "qk_norm": distill.pop("qk_norm", False)},
+            model={
+                **SHAPE,
+                "mixer": MEMORY,
+                **{key: distill.pop(key) for key in ("qk_norm", "rope_theta") if key in distill},
+            },
             training={"distill": {"teacher": str(tmp_path / "full.safetensors"), **distill}},
         )
 
@@ -158,6 +162,10 @@ def test_a_teacher_is_looked_at_before_the_run(tmp_path) -> None:  # type: ignor
         check_teacher(run(), "b" * 64)
     with pytest.raises(CheckpointError, match=r"nothing.safetensors: not a readable safetensors file"):
         check_teacher(run(teacher=str(tmp_path / "nothing.safetensors")), None)
+    with pytest.raises(
+        CheckpointError, match=r"full.safetensors: was trained with rope_theta 10000.0, model.rope_theta"
+    ):
+        check_teacher(run(rope_theta=1e6), None)
     with pytest.raises(CheckpointError, match=r"full.safetensors: layers.0.mixer.query_norm.weight is missing"):
         check_teacher(run(qk_norm=True), None)
     with pytest.raises(ConfigError, match=r"^training.distill.mixer.*qk_norm"):
