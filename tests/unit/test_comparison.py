@@ -90,7 +90,14 @@ def test_pieces_of_a_document_are_one_draw() -> None:
     sums = [np.add.reduceat(m.nats[[0, 1, 2, 4, 3], 1:].sum(1), [0, 2, 4]) for m in (LOCAL, MEMORY)]
     assert found.documents == 2
     assert found.models[1].better == int((sums[1] < sums[0])[:2].sum())
-    assert found.models[1].difference.value == pytest.approx(naive_difference(MEMORY, LOCAL)[0], rel=1e-12)
+    mean, error = naive_difference(MEMORY, LOCAL)
+    assert found.models[1].difference.value == pytest.approx(mean, rel=1e-12)
+    # of two draws, not of the four pieces
+    counts = np.add.reduceat(TOKENS[[0, 1, 2, 4, 3], 1:].sum(1), [0, 2, 4])[:2]
+    rests = (sums[1] - sums[0])[:2] - mean * counts
+    wanted = math.sqrt(2) * statistics.stdev(rests.tolist()) / counts.sum()
+    assert found.models[1].difference.stderr == pytest.approx(wanted, rel=1e-12)
+    assert wanted != pytest.approx(error, rel=0.01)
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
