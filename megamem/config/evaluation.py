@@ -66,8 +66,8 @@ class EvaluationConfig(ConfigModel):
     """Read every chunk as if its document began there, in the evaluation at the end and in `megamem evaluate`: all
     losses are those of the model with its memory taken away."""
     forget_long_term: bool = False
-    """Take away the long-term memory alone, where a layer has a shorter one beside it, in the evaluation at the end and
-    in `megamem evaluate`: all figures are those of the model without it."""
+    """Take away the long-term memory of the infinity-formers alone, which leaves them their short one, in the
+    evaluation at the end and in `megamem evaluate`: all figures are those of the model without it."""
     tasks: TasksConfig = TasksConfig()
     """Suites of evaluation tasks."""
     corruption: CorruptionConfig = CorruptionConfig()

@@ -375,8 +375,8 @@ class RunConfig(ConfigModel):
         specs = [spec for state in self.model.component_specs().values() for spec in state.values()]
         if self.evaluation.forget_long_term and not any(getattr(spec, "long_term", False) for spec in specs):
             raise ValueError(
-                "evaluation.forget_long_term true: no layer has a long-term memory beside a shorter one; use "
-                "evaluation.forget_every_chunk"
+                "evaluation.forget_long_term true: no layer is an infinity_former with a short_memory, whose long-term "
+                "memory can be taken away alone; use evaluation.forget_every_chunk"
             )
         return self
 

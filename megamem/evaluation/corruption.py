@@ -28,9 +28,14 @@ def corrupted(stage: Stage, config: CorruptionConfig) -> Iterator[None]:
     """Within it, `stage` computes with a corrupted local context. The same seed each time.
 
     Tokens are drawn per row and call, alike in all heads and in keys and values. Raises: ConfigError where no layer has
-    a local context to corrupt.
+    a local context that can be corrupted alone.
     """
     model = stage.config
+    if config.share and stage.model_memories:
+        raise ConfigError(
+            f"evaluation.corruption: the memory of {model.architecture.kind} stands among the tokens that its layers "
+            "attend to, and would become noise with them; only memories of layers can be told from the local context"
+        )
     chosen = range(model.layers) if config.layers == "all" else memory_layers(model)
     if config.share and not chosen:
         raise ConfigError("evaluation.corruption.layers memory: no layer of the model has a memory; use all")
@@ -41,7 +46,10 @@ def corrupted(stage: Stage, config: CorruptionConfig) -> Iterator[None]:
                 continue
             if not isinstance(mixer, AttentionProjections):
                 kind = model.mixer_at(layer).kind
-                raise ConfigError(f"evaluation.corruption: {kind} (model layer {layer}) attends to no local context")
+                raise ConfigError(
+                    f"evaluation.corruption: {kind} (model layer {layer}) has no keys and values of a local context "
+                    "that could be corrupted"
+                )
             if config.remembered and not mixer.remembers_keys:
                 raise ConfigError(
                     f"evaluation.corruption.remembered true: {model.mixer_at(layer).kind} (model layer {layer}) writes "

@@ -66,8 +66,8 @@ def memory_report(trained: LossReport, off: LossReport) -> MemoryReport:
 
     off: of the `single_chunk_readings`.
     """
-    if off.tokens != trained.tokens:
-        raise ValueError(f"`trained` reports {trained.tokens} tokens, but these documents have {off.tokens}")
+    if off.text_sha256 != trained.text_sha256:
+        raise ValueError(f"`trained` is of other documents: of {trained.tokens} tokens, these have {off.tokens}")
     on_loss, off_loss = trained.beyond_first_chunk_loss, off.beyond_first_chunk_loss
     return MemoryReport(
         beyond_first_chunk_loss=on_loss,

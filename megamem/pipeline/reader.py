@@ -216,7 +216,13 @@ class ChunkReader:
         return hidden
 
     def open(self, calls: int, rows: int) -> Borders | None:
-        """Channels for so many calls of whole chunks; None without a pipeline."""
+        """Channels for so many calls of whole chunks.
+
+        None without a pipeline, and where rows at different chunks cannot be read in one call: how many rows go to the
+        next stage is known call by call then.
+        """
+        if self.stage.grid_place(self.chunk_size) != self.stage.grid_place(0):
+            return None
         return self._open([(self.chunk_size, Chunk((0,) * rows))] * calls)
 
     def _open(self, calls: Sequence[tuple[int, Chunk]]) -> Borders | None:

@@ -12,13 +12,14 @@ from megamem.config.budget import HALF, steps_for
 from megamem.config.run import RunConfig
 from megamem.data.feeder import Feeder
 from megamem.errors import ConfigError, DataError, DependencyError
+from megamem.evaluation.corruption import corrupted
 from megamem.ops.attention.softmax import check_backend
 from megamem.ops.deep_memory.kernels import check_kernel
 from megamem.ops.linear_recurrence.fla import check_recurrence
 from megamem.parallel.topology import data_parallel_size
 from megamem.pipeline.distillation import check_teacher
 from megamem.pipeline.freezing import check_learns
-from megamem.pipeline.start_weights import check_start
+from megamem.pipeline.start_weights import check_start, whole_model
 from megamem.planning.auto import divided
 from megamem.planning.plan import checkpoint_bytes
 from megamem.runs.folder import check_run_folder
@@ -69,6 +70,8 @@ def check_run(config: RunConfig, processes: int) -> None:
     for feeder in feeders:
         feeder.check_files()
     check_learns(config)
+    with corrupted(whole_model(config.model), config.evaluation.corruption):
+        pass  # where the evaluation at the end could not be made
     starts = config.training.init_from is not None and _begins(config)
     taught = config.training.distill is not None and read_result(config.run_folder) is None
     if starts or taught:

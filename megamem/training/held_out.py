@@ -227,20 +227,22 @@ def evaluate_lengths(
     # what is overridden may change the length that a run's own configuration gives by default, the chunk's
     trained = [length_fields(model([]).config.model, run.origin) for model, run in zip(models, opened, strict=True)]
     topology = Topology.start(device=str(device))
-    first: tuple[str, list[EvaluationDocument]] | None = None
+    first: tuple[Trained, list[EvaluationDocument]] | None = None
     curves = []
     with Passes(console) as passes:
         for model, run, as_trained in zip(models, opened, trained, strict=True):
             documents = _documents(run)
-            first = first or (run.origin, documents)
-            _check_same(run.origin, documents, *first)
+            first = first or (run, documents)
+            _check_same(run, documents, *first)
             chunk, fields = run.config.model.chunk_size, length_fields(run.config.model, run.origin)
             progress = passes.named(run.title, len(segments))
-            points = []
+            points, tokens = [], 0
             for count in segments:
                 changed = model([*overrides, *(f"{field}={count * chunk}" for field in fields)])
                 evaluator = Evaluator(changed.load(dtype, topology.device), topology, run.config.evaluation.rows)
-                points.append(LengthLoss.of(count, chunk, evaluator.losses(documents, progress=progress)))
+                report = evaluator.losses(documents, progress=progress)
+                points.append(LengthLoss.of(count, chunk, report))
+                tokens = report.tokens
             curves.append(
                 LengthCurve(
                     origin=run.origin,
@@ -248,7 +250,7 @@ def evaluate_lengths(
                     mixers=tuple(dict.fromkeys(mixer.kind for mixer in fields.values())),
                     chunk_size=chunk,
                     trained=tuple(sorted({mixer.length for mixer in as_trained.values()})),
-                    tokens=sum(document.predicted_tokens for document in documents),
+                    tokens=tokens,
                     points=tuple(points),
                 )
             )
@@ -256,15 +258,15 @@ def evaluate_lengths(
 
 
 def _check_same(
-    origin: str, documents: Sequence[EvaluationDocument], other: str, others: Sequence[EvaluationDocument]
+    run: Trained, documents: Sequence[EvaluationDocument], other: Trained, others: Sequence[EvaluationDocument]
 ) -> None:
-    """Raise ConfigError where two models' held-out documents differ: losses of other tokens cannot be compared."""
+    """Raise ConfigError where two models' chunks or held-out documents differ: such losses cannot be compared."""
     same = len(documents) == len(others) and all(
         torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.labels, theirs.labels)
         for ours, theirs in zip(documents, others, strict=True)
     )
-    if not same:
+    if not same or run.config.model.chunk_size != other.config.model.chunk_size:
         raise ConfigError(
-            f"{origin}: its held-out tokens are not those of {other}; models need the same data.validation, "
-            "chunk_size, sequence_length and evaluation.final_max_tokens to be compared"
+            f"{run.origin}: its held-out tokens are not those of {other.origin}, or not in the same chunks; models "
+            "need the same data.validation, chunk_size, sequence_length and evaluation.final_max_tokens to be compared"
         )

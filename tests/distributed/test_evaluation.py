@@ -117,6 +117,21 @@ def memory_model():
     return ModelConfig.model_validate({**MODEL, **MEMORY_MODEL, "chunk_size": CHUNK, "init_std": 0.3})
 
 
+def growing_memory_model():
+    """The same with as many memories as chunks were read: rows at different chunks cannot be read in one call."""
+    architecture = {**MEMORY_MODEL["architecture"], "positions": "variable", "slots": 8}
+    changes = {**MEMORY_MODEL, "architecture": architecture}
+    return ModelConfig.model_validate({**MODEL, **changes, "chunk_size": CHUNK, "init_std": 0.3})
+
+
+def losses_in_a_pipeline(topology, model):
+    """Losses of two stages with as many layers each."""
+    own = range(topology.pp_rank * model.layers // 2, (topology.pp_rank + 1) * model.layers // 2)
+    stage = build_stage(model, PlainLinears(), own)
+    initialize_parameters(stage, 1)
+    return json.dumps(losses_of(stage, topology))
+
+
 def losses_under_zero_3(topology, model):
     """Losses before training: the stage is read past DeepSpeed's engine, which gathers no parameters of mixers then."""
     from megamem.pipeline.engine import build_engine
@@ -140,6 +155,8 @@ def all_layouts(payload):
             results["zero3"] = under_zero_3(topology)
             results["every mechanism"] = losses_under_zero_3(topology, every_mechanism())
             results["memory model"] = losses_under_zero_3(topology, memory_model())
+        if name == "pp":
+            results["growing memory model"] = losses_in_a_pipeline(topology, growing_memory_model())
     return results
 
 
@@ -206,6 +223,13 @@ def test_every_mechanism_is_evaluated_under_zero_3(world, name, model):
     stage = build_stage(model(), PlainLinears())
     initialize_parameters(stage, 1)
     assert_same(world[0][name], losses_of(stage, None))
+
+
+def test_rows_at_different_chunks_are_evaluated_in_a_pipeline(world):
+    stage = build_stage(growing_memory_model(), PlainLinears())
+    initialize_parameters(stage, 1)
+    assert world[0]["growing memory model"] == world[1]["growing memory model"]
+    assert_same(world[0]["growing memory model"], losses_of(stage, None))
 
 
 def test_training_goes_on_after_an_evaluation_under_zero_3(world):

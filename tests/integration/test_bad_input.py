@@ -195,6 +195,10 @@ class TestData:
         assert code == DATA
         assert "a vocabulary of 300, larger than the model's 256" in line
 
+    def test_an_evaluation_that_could_not_be_made_after_training(self, refused, config):
+        code, line = refused("train", config, "evaluation.corruption.share=0.5", "model.memory=[]")
+        assert (code, "no layer of the model has a memory; use all" in line) == (CONFIG, True)
+
     def test_an_empty_corpus(self, refused, corpus, tmp_path):
         (tmp_path / "empty").mkdir()
         code, line = refused("shards", "write", tmp_path / "empty", "-t", corpus / "tokenizer", "-o", tmp_path / "out")

@@ -4,11 +4,15 @@ import pytest
 import torch
 
 from megamem.config.evaluation import CorruptionConfig
+from megamem.config.model import ModelConfig
 from megamem.errors import ConfigError
 from megamem.evaluation.corruption import corrupted
 from megamem.evaluation.evaluator import Evaluator
+from megamem.memory.attention import sliding_attention
 from megamem.memory.base import Chunk, state_tensors
-from tests.unit.evaluation_helpers import CHUNK, CPU, ROWS, VOCABULARY, documents, make_stage
+from megamem.model.stage import build_stage
+from megamem.parallel.linears import PlainLinears, initialize_parameters
+from tests.unit.evaluation_helpers import CHUNK, CPU, ROWS, VOCABULARY, documents, make_stage, model_config
 
 TOKENS = torch.randint(VOCABULARY, (2 * CHUNK, 3), generator=torch.Generator().manual_seed(0))
 
@@ -99,6 +103,32 @@ def test_losses_are_those_of_the_corrupted_model():
             found.append(Evaluator(stage, rows=ROWS).losses(texts))
     assert found[0].tokens == found[1].tokens
     assert found[0].loss != found[1].loss
+
+
+def test_noise_does_not_depend_on_the_tiles_of_a_window(monkeypatch):
+    """Every token of a call is drawn once, whatever part of it a query is computed with."""
+    mixer = {"kind": "sliding_attention", "window": CHUNK}
+    model = {**model_config("local_attention").model_dump(), "memory": [{"layers": [1], "mixer": mixer}]}
+    stage = build_stage(ModelConfig.model_validate(model), PlainLinears())
+    initialize_parameters(stage.double(), 1)
+    found = []
+    for tokens in (2, CHUNK):
+        monkeypatch.setattr(sliding_attention, "part_tokens", lambda window, tokens=tokens: tokens)
+        found.append(read(stage, share=0.5))
+    (outputs, states), (others, _) = found
+    torch.testing.assert_close(outputs, others)
+    assert not torch.allclose(outputs, read(stage)[0])
+    for kept, clean in zip(state_tensors([states]), state_tensors([read(stage)[1]]), strict=True):
+        torch.testing.assert_close(kept, clean)
+
+
+def test_a_memory_among_the_tokens_is_refused():
+    """It would become noise with the local context, and the model would seem to remember nothing."""
+    model = model_config("local_attention").model_dump() | {"memory": [], "architecture": {"kind": "recurrent_memory"}}
+    stage = build_stage(ModelConfig.model_validate(model), PlainLinears())
+    for layers in ("memory", "all"):
+        with pytest.raises(ConfigError, match="the memory of recurrent_memory stands among the tokens"):
+            read(stage, share=1.0, layers=layers)
 
 
 def test_a_model_without_memory_is_refused():

@@ -90,7 +90,7 @@ def test_the_long_term_memory_is_taken_away_alone(short, sticky):
 
 
 def test_a_long_term_memory_to_forget_is_needed():
-    said = "evaluation.forget_long_term true: no layer has a long-term memory beside a shorter one; use evaluation"
+    said = "evaluation.forget_long_term true: no layer is an infinity_former with a short_memory, whose long-term"
     with pytest.raises(ConfigError, match=said):
         config(evaluation={"forget_long_term": True})
     model = {"chunk_size": CHUNK, "mixer": {"kind": "infinity_former", **OLD}}

@@ -104,10 +104,14 @@ def test_all_models_and_lengths_are_read_alike(
     assert [curve.tokens for curve in curves] == [5 + 50] * 2
     answers = iter([texts, documents(*LENGTHS[:3], 33)])
     monkeypatch.setattr(held_out, "held_out_documents", lambda config: next(answers))
-    with pytest.raises(
-        ConfigError, match=r"runs/tiny: its held-out tokens are not those of runs/tiny; models need the"
-    ):
+    said = r"runs/tiny: its held-out tokens are not those of runs/tiny, or not in the same chunks; models need the"
+    with pytest.raises(ConfigError, match=said):
         evaluate_lengths(models, [1], [], torch.float32, CPU)
+    # the same tokens in chunks of half the size: as long a memory would be of twice as many
+    monkeypatch.setattr(held_out, "held_out_documents", lambda config: texts)
+    halves = opener(run_config({"kind": "lamemo"}, chunk_size=CHUNK // 2))
+    with pytest.raises(ConfigError, match=said):
+        evaluate_lengths([models[0], halves], [1], [], torch.float32, CPU)
 
 
 @pytest.mark.parametrize("given", [None, 12])

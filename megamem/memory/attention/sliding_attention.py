@@ -97,12 +97,15 @@ class SlidingAttention(AttentionProjections):
         tables = row_rotary_tables(chunk, tokens, self.width, self.rotation, query)
         query, key = self.scaled_query(self.apply_rotary(query, *tables)), self.apply_rotary(key, *tables)
         keys, values = torch.cat((state["keys"], key)), torch.cat((state["values"], value))
+        seen, local = (keys, values), self.local(key, value)
+        if local[0] is not key:  # the call's own as an experiment changes them; what is kept stays as it is
+            seen = torch.cat((state["keys"], local[0])), torch.cat((state["values"], local[1]))
         if apart(chunk):
             rows = [slice(row, row + 1) for row in range(chunk.rows)]
-            of_rows = (self._attend(query[:, r], keys[:, r], values[:, r], row_chunk(chunk, r.start)) for r in rows)
+            of_rows = (self._attend(query[:, r], seen[0][:, r], seen[1][:, r], row_chunk(chunk, r.start)) for r in rows)
             mixed = torch.cat(list(of_rows), dim=1)
         else:
-            mixed = self._attend(query, keys, values, chunk)
+            mixed = self._attend(query, *seen, chunk)
         # copies: views would keep the call's own keys and values alive
         window = {"keys": last_columns(keys, before).clone(), "values": last_columns(values, before).clone()}
         ends = chunk.after(tokens).starts
@@ -129,8 +132,7 @@ class SlidingAttention(AttentionProjections):
         for part, reach, (own_query, key, value) in zip(parts, reaches, seen, strict=True):
             border, dropout = max(reach), self.dropout(chunk.after(part.start).dropout)
             past = self._past(key[:border], value[:border], reach, own_query.shape[0])
-            own = self.local(key[border:], value[border:])
-            outputs.append(attention(own_query, *own, past, self.backend, dropout))
+            outputs.append(attention(own_query, key[border:], value[border:], past, self.backend, dropout))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _parts(self, chunk: Chunk, tokens: int) -> list[slice]:
