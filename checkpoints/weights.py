@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
 from megamem.config.parts import ModelPart
+from megamem.config.predictions import settings_without_tensors
 from megamem.errors import DataError
 from megamem.parallel.gather import whole_parameter
 from megamem.parallel.linears import info
@@ -23,10 +24,6 @@ from megamem.tensor_files import write_tensors
 
 IMPORTED_MODEL, IMPORTED_WEIGHTS, IMPORTED_TOKENIZER = "model.yaml", "weights.safetensors", "tokenizer"
 """Names of the files that `megamem convert from-hf` writes of a model."""
-
-
-SETTINGS = ("norm_eps", "norm_position", "positions", "rope_theta", "rope_scaling", "scale_embedding")
-"""Fields of the model section by which the same tensors make other predictions."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,12 @@ class WeightsHeader:
     parts: Mapping[str, ModelPart] = field(default_factory=dict)
     """Parts of the model that can start another model's (`ArchitectureConfig.parts`)."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """`SETTINGS` of the model that the weights were trained in."""
+    """`settings_without_tensors` of the model that the weights were trained in."""
 
     @classmethod
     def of_model(cls, model: ModelConfig, tokenizer: str | None, new_parameters: Sequence[str] = ()) -> WeightsHeader:
         """Return the header of a model's weights."""
-        settings = model.model_dump(mode="json", include=set(SETTINGS))
-        return cls(new_parameters, tokenizer, model.architecture.parts(model), settings)
+        return cls(new_parameters, tokenizer, model.architecture.parts(model), settings_without_tensors(model))
 
     def metadata(self) -> dict[str, str]:
         """Return it as safetensors has it."""

@@ -155,12 +155,14 @@ def _check_tied(source: Source, kind: str, model: ModelConfig, weights: Mapping[
 
     weights: by our names; of them the embedding counts, [padded vocabulary, hidden].
     """
-    head = source.get("lm_head.weight") if kind in LLAMA_TYPES and model.tie_embeddings else None
+    head = source.get("lm_head.weight") if kind in ("gpt2", *LLAMA_TYPES) and model.tie_embeddings else None
     embedding = weights.get("embedding.weight")
     if head is not None and embedding is not None and not torch.equal(head.float(), embedding[: len(head)]):
+        said = (
+            "tie_word_embeddings is true" if source.config.get("tie_word_embeddings", True) else "tie_embeddings=true"
+        )
         raise ConversionError(
-            f"{source.folder}: tie_word_embeddings is true, but lm_head.weight is not the embedding; set it to false "
-            "in config.json"
+            f"{source.folder}: {said}, but lm_head.weight is not the embedding; the head would be lost: set it to false"
         )
 
 

@@ -148,12 +148,10 @@ def _check_all_read(path: Path, reader: gguf.GGUFReader, model: PreTrainedModel,
     """
     if missing:
         raise ConversionError(f"{path}: holds nothing for {min(missing)}")
-    held = {tensor.name for tensor in reader.tensors}
-    if model.config.tie_word_embeddings:  # some files have the embedding twice
-        held.discard("output.weight")
-    if len(held) > (read := len(list(model.named_parameters()))):  # those that are tied count once
+    # those that are tied count once
+    if (held := len(reader.tensors)) > (read := len(list(model.named_parameters()))):
         raise ConversionError(
-            f"{path}: holds {len(held)} tensors, of which transformers reads {read} for a {model.config.model_type}; "
+            f"{path}: holds {held} tensors, of which transformers reads {read} for a {model.config.model_type}; "
             "take the model's safetensors"
         )
 

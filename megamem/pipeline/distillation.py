@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megamem.config.load import parse_config
 from megamem.config.model import MixerConfig, ModelConfig
+from megamem.config.predictions import settings_without_tensors
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError
 from megamem.memory.base import LABEL_IGNORED, Chunk
@@ -105,7 +106,7 @@ def check_teacher(config: RunConfig, tokenizer: str | None) -> None:
         model = teacher_model(distill.mixer, config.model)
         base_names(file, model)
         check_tokenizer(file, tokenizer)
-        ours = model.model_dump(mode="json")
+        ours = settings_without_tensors(model)
         # the teacher is built like the model that learns, and its weights would make other predictions then
         for name, theirs in file.settings.items():
             if ours.get(name, theirs) != theirs:

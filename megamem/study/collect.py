@@ -124,8 +124,9 @@ def recovered_figures(against: RecoveredConfig | None, run: PlannedRun, runs: Se
 def recovered_curve(against: RecoveredConfig | None, run: PlannedRun, runs: Sequence[PlannedRun]) -> dict[float, float]:
     """Return the recovered share of a run by training tokens, from its validations while training.
 
-    Empty where these read other text than the evaluation at the end, which has to be that of local and full attention;
-    where those are not evaluated yet; or where there is no gap between them.
+    Empty where these read other text than the evaluation at the end, or that is not the text of local and full
+    attention (which is known as soon as the run has ended); where those are not evaluated; or without a gap between
+    them.
 
     Args:
         against: where the losses of local and full attention are.
@@ -134,8 +135,8 @@ def recovered_curve(against: RecoveredConfig | None, run: PlannedRun, runs: Sequ
     """
     if against is None or not validations_read_the_same(run.config):
         return {}
-    folders = [_evaluated(named, run, runs) for named in (against.local, against.full, run.labels)]
     try:
+        folders = [_evaluated(named, run, runs) for named in (against.local, against.full, run.labels)]
         losses = [read_losses(folder) for folder in folders if folder is not None]
         for other in losses[1:]:  # the run's own last, if it has ended
             check_same(losses[0], other)
@@ -169,14 +170,14 @@ def check_recovered(against: RecoveredConfig | None, runs: Sequence[PlannedRun])
                     f"recovered.{side}: {named} has no {REPORT}; `megamem evaluate MODEL --out {named}` writes it"
                 )
             files.append(read_losses(named))
+    sizes = sorted({run.config.model.chunk_size for run in runs})
     for file in files:
         check_same(files[0], file)
-        for run in runs:
-            if (size := run.config.model.chunk_size) != file.chunk_size:
-                raise ConfigError(
-                    f"recovered: {file.origin} has chunks of {file.chunk_size} tokens, {run.name} of {size}; evaluate "
-                    f"it with model.chunk_size={size}"
-                )
+        if file.chunk_size not in sizes:  # where only some runs have others, these have no recovered share
+            raise ConfigError(
+                f"recovered: {file.origin} has chunks of {file.chunk_size} tokens, the study's runs of "
+                f"{', '.join(map(str, sizes))}; evaluate it with model.chunk_size={sizes[0]}"
+            )
 
 
 def _evaluated(named: Path | Mapping[str, str], run: PlannedRun, runs: Sequence[PlannedRun]) -> Path | None:

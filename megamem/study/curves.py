@@ -29,7 +29,7 @@ def curve_plots(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[Plot]:
         if series := _curves(runs, [curve(run, figure) for run in runs]):
             drawn.append(Plot(name, title, "training tokens", figure, series, log_x=True, by=by))
     costs = {mean_training_flops(run.config) for run in runs}
-    if len(costs) > 1 and (series := _curves(runs, [_by_flops(run, curve(run, "val_loss")) for run in runs])):
+    if len(costs) > 1 and (series := _curves(runs, [_by_flops(run, thinned(curve(run, "val_loss"))) for run in runs])):
         title = f"{TITLES['val_loss']}, by compute"
         drawn.append(Plot("curves-val-loss-by-flops", title, "training FLOPs", "val_loss", series, log_x=True, by=by))
     if series := _curves(runs, [recovered_curve(study.recovered, run, runs) for run in runs]):

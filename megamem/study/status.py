@@ -62,8 +62,15 @@ def run_statuses(study: StudyConfig, runs: Sequence[PlannedRun], strict: bool = 
     # SLURM first: what a job that ends meanwhile has left is read after that, and nobody takes it for lost
     jobs = [slurm_jobs(run.folder) for run in runs if not _complete(study, run)]
     queued = _in_queue([own[-1] for own in jobs if own], strict)
+    asked = {own[-1].number for own in jobs if own}
     journal = read_journal(study_folder(study))
     statuses = [_local_status(study, run, journal) for run in runs]
+    # submitted since
+    queued |= {
+        status.jobs[-1].number: "submitted"
+        for status in statuses
+        if status.jobs and not status.complete and status.jobs[-1].number not in asked
+    }
     return [_with_job(status, journal, queued) if status.jobs else status for status in statuses]
 
 

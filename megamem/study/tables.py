@@ -51,7 +51,7 @@ class Cell:
     def bar(self) -> tuple[float, float]:
         """How far the error bar goes down and up: the standard deviation, or the interval of a single value."""
         if self.interval is not None and self.mean is not None:
-            return self.mean - self.interval[0], self.interval[1] - self.mean
+            return max(self.mean - self.interval[0], 0.0), max(self.interval[1] - self.mean, 0.0)
         return self.spread or 0.0, self.spread or 0.0
 
     def __str__(self) -> str:

@@ -210,7 +210,9 @@ def keep_figures(task: Task) -> None:
     partial = partial_file(task)
     if not partial.exists() or _older(partial, evaluation_file(task.run, TRAINED)):
         return
-    first, *lines = [_object(line) for line in partial.read_text(encoding="utf-8").splitlines()] or [None]
+    first, *lines = [_object(line) for line in partial.read_text(encoding="utf-8", errors="replace").splitlines()] or [
+        None
+    ]
     if first != {CHANGE: plain(task.change or {})} or not lines or lines[-1] is None:
         return
     partial.write_text(json.dumps({**first, **lines[-1]}) + "\n", encoding="utf-8")

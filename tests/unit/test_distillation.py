@@ -142,14 +142,12 @@ def test_a_teacher_is_looked_at_before_the_run(tmp_path) -> None:  # type: ignor
     weights = {name: value.detach() for name, value in full.named_parameters()}
     write_weights(weights, tmp_path / "full.safetensors", WeightsHeader.of_model(full.config, "a" * 64))
 
+    changed = {"qk_norm", "rope_theta", "heads", "kv_heads", "head_dim"}
+
     def run(**distill: Any) -> RunConfig:
         """A run with a memory and that teacher."""
         return config(
-            model={
-                **SHAPE,
-                "mixer": MEMORY,
-                **{key: distill.pop(key) for key in ("qk_norm", "rope_theta") if key in distill},
-            },
+            model={**SHAPE, "mixer": MEMORY, **{key: distill.pop(key) for key in changed & distill.keys()}},
             training={"distill": {"teacher": str(tmp_path / "full.safetensors"), **distill}},
         )
 
@@ -166,6 +164,9 @@ def test_a_teacher_is_looked_at_before_the_run(tmp_path) -> None:  # type: ignor
         CheckpointError, match=r"full.safetensors: was trained with rope_theta 10000.0, model.rope_theta"
     ):
         check_teacher(run(rope_theta=1e6), None)
+    with pytest.raises(CheckpointError, match=r"full.safetensors: was trained with heads 4, model.heads is 2"):
+        check_teacher(run(heads=2, kv_heads=2, head_dim=8), None)
+    check_teacher(run(kv_heads=None), None)  # as many as heads
     with pytest.raises(CheckpointError, match=r"full.safetensors: layers.0.mixer.query_norm.weight is missing"):
         check_teacher(run(qk_norm=True), None)
     with pytest.raises(ConfigError, match=r"^training.distill.mixer.*qk_norm"):

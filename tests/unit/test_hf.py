@@ -308,6 +308,29 @@ def test_an_exported_tokenizer_adds_nothing_in_front(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("It was")["input_ids"] == ours.encode("It was").tolist()
 
 
+def test_an_exported_tokenizer_decodes_as_ours(tmp_path, monkeypatch):
+    """Words that it does not know are left out by both; another decoder is found."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import models, pre_tokenizers
+
+    from megamem.errors import ConversionError
+    from megamem.hf.tokenizer import export_tokenizer
+    from tokenization.importing import import_tokenizer
+    from tokenization.tokenizer import Tokenizer
+
+    fast = Fast(models.WordLevel({"[UNK]": 0, "</s>": 1, "the": 2}, "[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast.add_special_tokens(["[UNK]", "</s>"])
+    (tmp_path / "source").mkdir()
+    fast.save(str(tmp_path / "source" / "tokenizer.json"))
+    ours = import_tokenizer(tmp_path / "source", tmp_path / "ours", "</s>")
+    (tmp_path / "out").mkdir()
+    export_tokenizer(tmp_path / "ours", ours, tmp_path / "out")
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: "other words")
+    with pytest.raises(ConversionError, match=r"transformers decodes 'other words' as"):
+        export_tokenizer(tmp_path / "ours", ours, tmp_path / "out")
+
+
 def test_a_llama_with_grouped_heads_computes_the_same():
     ours = make(memory=[], mixer="full_attention")
     shape = ours.config.model

@@ -215,6 +215,21 @@ def test_a_head_that_is_not_the_embedding_is_not_tied(tmp_path, ids):
             from_hf(tmp_path / "hf", tmp_path / "other")
 
 
+def test_a_head_of_a_gpt2_is_not_lost(tmp_path):
+    saved("gpt2", tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    head = weights["transformer.wte.weight"] + 0.1
+    save_file({**weights, "lm_head.weight": head}, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConversionError, match=r"tie_word_embeddings is true, but lm_head.weight is not the embedding"):
+        from_hf(tmp_path / "hf", tmp_path / "ours")
+
+
+def test_a_head_cannot_be_tied_by_an_override(tmp_path):
+    saved("llama", tmp_path / "hf", tie_word_embeddings=False)
+    with pytest.raises(ConversionError, match=r"tie_embeddings=true, but lm_head.weight is not the embedding"):
+        from_hf(tmp_path / "hf", tmp_path / "ours", ["tie_embeddings=true"])
+
+
 def test_words_without_weights_are_refused(tmp_path):
     """Their logits would be zeros, and likelier than most words."""
     saved("llama", tmp_path / "hf")

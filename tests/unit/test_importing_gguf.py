@@ -61,14 +61,20 @@ def write(path, tensors, numbers=()):
     return path
 
 
-def test_tensors_are_those_of_the_model(tmp_path, model):
-    opened = open_source(write(tmp_path / "model.gguf", tensors_of(model), [("llama.expert_count", 0)]))
+@pytest.mark.parametrize("tied", [False, True])
+def test_tensors_are_those_of_the_model(tmp_path, model, tied):
+    tensors = tensors_of(model)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+        del tensors["output.weight"]
+    opened = open_source(write(tmp_path / "model.gguf", tensors, [("llama.expert_count", 0)]))
     for name, parameter in model.named_parameters():
         assert torch.equal(opened.get(name), parameter), name
     assert opened.unused() == set()
     config = LlamaConfig(**opened.config)
     again = LlamaForCausalLM(config).eval()
-    again.load_state_dict({name: opened.get(name) for name in opened.names})
+    again.load_state_dict({name: opened.get(name) for name in opened.names}, strict=not tied)
+    assert config.tie_word_embeddings == tied
     ids = torch.randint(96, (1, LENGTH))
     torch.testing.assert_close(theirs(again, ids), theirs(model, ids))
 

@@ -190,8 +190,11 @@ def test_what_cannot_be_compared_leaves_the_other_figures(pair, tmp_path):
             check_recovered(study.recovered, runs)
     file.write_text(whole)
     wider = planned_runs(study.model_copy(update={"change": {**study.change, "model.chunk_size": 4}}))
-    with pytest.raises(ConfigError, match=r"has chunks of 8 tokens, \S+ of 4; evaluate it with model.chunk_size=4"):
+    with pytest.raises(
+        ConfigError, match=r"has chunks of 8 tokens, the study's runs of 4; evaluate it with model.chunk"
+    ):
         check_recovered(study.recovered, wider)
+    check_recovered(study.recovered, [*wider, runs[0]])
 
 
 def test_recovered_shares_over_training_tokens(pair, tmp_path):
@@ -215,7 +218,9 @@ def test_recovered_shares_over_training_tokens(pair, tmp_path):
     *_, plot = curve_plots(study, runs)
     assert [(series.name, series.y) for series in plot.series] == [(run.name, pytest.approx([-0.0625, 0.4375, 0.6875]))]
     assert (plot.name, plot.log_x, plot.by[0]) == ("curves-recovered-share", False, "model")
-    # other text, or no gap
+    # other text, a reference that the study leaves out, or no gap
+    left_out = study.recovered.model_copy(update={"local": {"model": "plain"}})
+    assert not recovered_curve(left_out, run, [run])
     unbounded = [each for each in planned_runs(study) if each.name == run.name]
     assert not recovered_curve(study.recovered, unbounded[0], unbounded)
     evaluated(tmp_path / "full", 4.0)
