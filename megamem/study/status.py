@@ -59,12 +59,14 @@ def run_statuses(study: StudyConfig, runs: Sequence[PlannedRun], strict: bool = 
 
     strict: raise MegamemError if SLURM is needed and does not answer.
     """
-    # SLURM first: what a job that ends meanwhile has left is read after that, and nobody takes it for lost
-    jobs = [slurm_jobs(run.folder) for run in runs if not _complete(study, run)]
-    queued = _in_queue([own[-1] for own in jobs if own], strict)
-    asked = {own[-1].number for own in jobs if own}
     journal = read_journal(study_folder(study))
     statuses = [_local_status(study, run, journal) for run in runs]
+    jobs = [status.jobs[-1] for status in statuses if status.jobs and not status.complete]
+    queued, asked = _in_queue(jobs, strict), {job.number for job in jobs}
+    # once more after SLURM has answered: what a job that ended meanwhile has left is not lost
+    if jobs:
+        journal = read_journal(study_folder(study))
+        statuses = [each if each.complete else _local_status(study, each.run, journal) for each in statuses]
     # submitted since
     queued |= {
         status.jobs[-1].number: "submitted"
@@ -72,12 +74,6 @@ def run_statuses(study: StudyConfig, runs: Sequence[PlannedRun], strict: bool = 
         if status.jobs and not status.complete and status.jobs[-1].number not in asked
     }
     return [_with_job(status, journal, queued) if status.jobs else status for status in statuses]
-
-
-def _complete(study: StudyConfig, run: PlannedRun) -> bool:
-    """Return whether training and evaluations of a run have their results."""
-    wanted = {TRAINED: None, **changes_of(study, run)}
-    return all(figures(run, evaluation, change) is not None for evaluation, change in wanted.items())
 
 
 def _local_status(study: StudyConfig, run: PlannedRun, journal: Mapping[tuple[str, str], History]) -> RunStatus:

@@ -109,7 +109,7 @@ def check_begun(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
         config = config_file(study, run)
         if not (config.exists() and run.folder.exists()):
             continue
-        begun, now = flattened({**read_yaml(config), PLACE: None}), flattened({**run.tree, PLACE: None})
+        begun, now = (flattened({**tree, PLACE: None}) for tree in (read_yaml(config), plain(run.tree)))
         differing = [key for key in sorted(begun.keys() | now.keys()) if begun.get(key) != now.get(key)]
         if not differing or (differing == [STEPS] and (now.get(STEPS) or 0) > (begun.get(STEPS) or math.inf)):
             continue
@@ -121,13 +121,13 @@ def check_begun(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
 
 
 def flattened(tree: Mapping[str, object], above: str = "") -> dict[str, Any]:
-    """Return the values of a configuration by dotted key, in JSON's types; lists are values."""
+    """Return the values of a configuration by dotted key; lists are values."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             found |= flattened(value, f"{above}{key}.")
         else:
-            found[f"{above}{key}"] = json.loads(json.dumps(value))
+            found[f"{above}{key}"] = value
     return found
 
 
@@ -219,7 +219,7 @@ def keep_figures(task: Task) -> None:
     partial.replace(task.output)
 
 
-def plain(tree: Mapping[str, object]) -> object:
+def plain(tree: Mapping[str, object]) -> dict[str, Any]:
     """Return a tree in JSON's types, as a file has it: lists for tuples."""
-    converted: object = json.loads(json.dumps(tree))
+    converted: dict[str, Any] = json.loads(json.dumps(tree))
     return converted

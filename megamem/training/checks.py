@@ -70,8 +70,9 @@ def check_run(config: RunConfig, processes: int) -> None:
     for feeder in feeders:
         feeder.check_files()
     check_learns(config)
-    with corrupted(whole_model(config.model), config.evaluation.corruption):
-        pass  # where the evaluation at the end could not be made
+    if config.evaluation.corruption.share:
+        with corrupted(whole_model(config.model), config.evaluation.corruption):
+            pass  # raises where the evaluation at the end could not be made
     starts = config.training.init_from is not None and _begins(config)
     taught = config.training.distill is not None and read_result(config.run_folder) is None
     if starts or taught:
